@@ -28,6 +28,10 @@ VARIANTS = [
     ("foam_l1", "int8", "split8"), ("muon", "int8", "split8"),
 ]  # fmt: skip
 STEPPING = ("step_kernel", "apply_kernel", "foam_kernel")
+AGAIN = [  # and which launches are kept: those of the stepping kernel, all, or none, as odd matrices are padded
+    ("adamw", "fp32", "native", "all"), ("lion", "int8", "split8", "all"), ("adafactor", "fp32", "native", "stepping"),
+    ("muon", "int8", "native", "all"), ("muon", "fp32", "native", "none"),
+]  # fmt: skip
 MOST_SPILLED = 400  # bytes of a thread's stack, mostly of what odd elements and transposed folds take
 
 
@@ -39,7 +43,7 @@ if INTERPRETING:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-        assert f"{len(VARIANTS) + 1} passed" in done.stdout, done.stdout[-500:]
+        assert f"{len(VARIANTS) + len(AGAIN) + 1} passed" in done.stdout, done.stdout[-500:]
 
 else:
 
@@ -80,3 +84,38 @@ else:
         slot, match = by_name["copy_slot_kernel"], by_name["match_kernel"]
         assert slot.rindex("ld.global.cv") < slot.rindex("bar.sync") < slot.rindex("st.global")
         assert match.index("bar.sync") < match.index("st.global")
+
+    @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+    @pytest.mark.parametrize(("rule", "storage", "weights", "kept"), AGAIN)
+    def test_a_launch_that_is_made_again_is_the_same(rule: str, storage: str, weights: str, kept: str):
+        """The second is not Triton's own: it takes addresses, and the kernel that the first one found."""
+        from baoc.kernels.triton import muon_plan
+        from tests.support.kernel_compiling import noted_launches
+
+        dtype = FLOAT32 if weights == "native" else BFLOAT16
+        given = {"rule": rule, "storage": storage, "weights": weights, "param": dtype, "grad": dtype, "config": None}
+        shapes = SHAPES if kept != "all" else SHAPES[:1]
+        twin = Twin(Case(**given)) if rule in ("adamw", "lion") else MatrixTwin(MatrixCase(**given, shapes=shapes))
+        twin.new_gradients()
+        twin.engine.gradients.refresh()
+        if rule == "muon":
+            workspaces = [torch.empty(muon_plan.plan_of(twin.table).workspace_bytes, dtype=torch.uint8) for _ in "ab"]
+            twin.table.workspace = workspaces[0]
+        calls = [Call(), Call(marked=True), Call(matched=True, track=True), Call(mode="repair", matched=True)]
+        with noted_launches() as noted:
+            rounds = []
+            for _ in range(3):
+                for call in calls:
+                    engine.launch(twin.table, call)
+                rounds.append(noted[:])
+                noted.clear()
+            if rule == "muon":
+                twin.table.workspace = workspaces[1]
+            else:
+                engine.Engine([twin.table], graphs=False)  # other buffers
+            engine.launch(twin.table, Call())
+        first, second, third = ([one.bare() for one in launches] for launches in rounds)
+        assert first == second == third
+        num_kept = {"all": len(first), "stepping": len(calls), "none": 0}[kept]
+        assert [sum(one.is_bare for one in launches) for launches in rounds] == [0, num_kept, num_kept]
+        assert noted and not any(one.is_bare or one.bare() in first for one in noted[-1:])

@@ -7,9 +7,10 @@ as it would be specialised, and says what it takes: registers, bytes spilled, an
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 _TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.uint8: "u8",
@@ -61,6 +63,52 @@ def recording(modules: Sequence[ModuleType]) -> Iterator[list[Compiled]]:
     finally:
         for module, name, kernel in kept:
             setattr(module, name, kernel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """What the driver would get. `kernel`: what was compiled, by identity."""
+
+    kernel: int
+    grid: tuple[int, int, int]
+    stream: int
+    arguments: tuple[Any, ...]
+
+    @property
+    def is_bare(self) -> bool:
+        return not any(isinstance(item, Tensor) for item in self.arguments)
+
+    def bare(self) -> "Launched":
+        """With addresses in place of tensors, as the driver reads them."""
+        addresses = (item.data_ptr() if isinstance(item, Tensor) else item for item in self.arguments)
+        return replace(self, arguments=tuple(addresses))
+
+
+@contextmanager
+def noted_launches() -> Iterator[list[Launched]]:
+    """Inside, kernels are compiled for a GPU that is not there, and their launches noted."""
+    noted: list[Launched] = []
+
+    class Launcher:
+        def __init__(self, source: Any, metadata: Any):
+            self.source = source
+
+        def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+            arguments = rest[4:]  # after metadata and hooks
+            noted.append(Launched(kernel=id(self.source), grid=(x, y, z), stream=stream, arguments=arguments))
+
+    properties = {"max_shared_mem": 232448, "multiprocessor_count": 132}
+    utils = SimpleNamespace(
+        load_binary=lambda name, *_: (1, name, 32, 0, 1024),
+        get_device_properties=lambda device: properties,
+        unload_module=lambda module: None,
+    )
+    fake = SimpleNamespace(
+        utils=utils, launcher_cls=Launcher, get_current_device=lambda: 0, get_current_stream=lambda device: 7,
+        get_current_target=lambda: _TARGET,
+    )  # fmt: skip
+    with patch.object(driver, "_active", fake):
+        yield noted
 
 
 def compile_for_gpu(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Compiled:

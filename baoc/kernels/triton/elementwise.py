@@ -26,6 +26,7 @@ from baoc.kernels.triton.storage import (
     store_param,
     store_v,
 )
+from baoc.kernels.triton.table import start
 
 if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable
@@ -305,16 +306,21 @@ def launch_step(
         buffers: arguments of the family's own, which follow the settings.
         constants: compile-time constants of the family's own.
     """
+    key = (kernel, call, table.grad_dtype, table.vector)
+    if table.launches.again(key, of=table.ptrs):
+        return
     repairs = call.mode == "repair"
     limits = {"maxnreg": table.config.registers} if table.config.registers else {}
-    kernel[(len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,)](
-        table.chunk_tensor, table.first_chunk, sizes, table.ptrs, table.grad_ptrs, table.settings, *buffers,
-        table.thresholds, table.repair, table.partial, table.num_skipped, table.num_nonfinite,
-        **constants, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], GRAD=DTYPES[table.grad_dtype],
-        MODE=call.mode, MATCHED=call.matched, TRACK=call.track and not repairs,
-        COUNT=call.count and call.mode == "step", MARKED=call.marked, VEC=table.vector, num_warps=table.config.warps,
-        **limits,
-    )  # fmt: skip
+    with table.launches.recording(key, of=table.ptrs):
+        start(
+            kernel, (len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,),
+            table.chunk_tensor, table.first_chunk, sizes, table.ptrs, table.grad_ptrs, table.settings, *buffers,
+            table.thresholds, table.repair, table.partial, table.num_skipped, table.num_nonfinite,
+            **constants, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], GRAD=DTYPES[table.grad_dtype],
+            MODE=call.mode, MATCHED=call.matched, TRACK=call.track and not repairs,
+            COUNT=call.count and call.mode == "step", MARKED=call.marked, VEC=table.vector,
+            num_warps=table.config.warps, **limits,
+        )  # fmt: skip
 
 
 def launch(table: "FusedTable", call: Call) -> None:

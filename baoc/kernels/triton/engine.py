@@ -40,7 +40,7 @@ from torch import Tensor
 from baoc.cache import ensure_private_folder
 from baoc.kernels.triton.kinds import NUM_THRESHOLDS, WIDTH, Call, Options
 from baoc.kernels.triton.staging import Gradients, Settings, Upload, memory_of
-from baoc.kernels.triton.table import FusedTable
+from baoc.kernels.triton.table import FusedTable, KeptLaunches, start
 
 if TYPE_CHECKING:
     from baoc.kernels.triton.marks import Marks
@@ -83,6 +83,7 @@ class Engine:
         self.settings = Settings(self.tables, places=self.places, size=self.size)
         self._needs_thresholds = any(table.needs_thresholds for table in self.tables)
         self.graphs = Graphs(self.device, on=graphs)
+        self._launches = KeptLaunches()
         self._workspace_tables = [table for table in self.tables if table.kind.family.takes_workspace]
         self._allocate()
         self._lay_out_blocks()
@@ -138,12 +139,12 @@ class Engine:
         members: dict[int, list[int]] = {}  # places by the block's match
         spans: list[list[int]] = []
         self.matches: dict[int, Tensor] = {}
-        for table, start, program in zip(self.tables, self._table_starts, self._program_starts, strict=False):
+        for table, begin, program in zip(self.tables, self._table_starts, self._program_starts, strict=False):
             spans += [[program + first, program + last] for first, last in pairwise(table.chunk_starts)]
             for index, match in enumerate(table.matches):
                 if match is not None:
                     self.matches[id(match)] = match
-                    members.setdefault(id(match), []).append(start + index)
+                    members.setdefault(id(match), []).append(begin + index)
         self._program_spans = self._at_places(spans, width=2).to(torch.int32)
         places = [place for block in members.values() for place in block] or [0]
         self._block_members = torch.tensor(places, dtype=torch.int32, device="cpu").to(self.device)
@@ -311,9 +312,12 @@ class Engine:
         """Adds up the squares of the update: from one number per program to one per tensor (`sums`)."""
         from baoc.kernels.triton.matching import sum_kernel
 
-        sum_kernel[(self.size,)](
-            self.partial, self._program_spans, self._settings, self.sums, BLOCK_SIZE=_SUM_BLOCK_SIZE
-        )
+        if not self._launches.again("sum"):
+            with self._launches.recording("sum"):
+                start(
+                    sum_kernel, (self.size,), self.partial, self._program_spans, self._settings, self.sums,
+                    BLOCK_SIZE=_SUM_BLOCK_SIZE,
+                )  # fmt: skip
 
     def _sum_over_ranks(self) -> None:
         self.sum_squares()
@@ -326,10 +330,14 @@ class Engine:
 
         if not self.matches:
             return
-        match_kernel[(len(self.matches),)](
-            self._block_starts, self._block_members, self.unsharded_numels, self.grad_ptrs, self.ptrs, self.sums,
-            self.num_skipped, self.repair, MEASURE=measure, BLOCK_SIZE=_MATCH_BLOCK_SIZE,
-        )  # fmt: skip
+        key = ("match", measure)
+        if not self._launches.again(key, of=self.unsharded_numels):
+            with self._launches.recording(key, of=self.unsharded_numels):
+                start(
+                    match_kernel, (len(self.matches),), self._block_starts, self._block_members, self.unsharded_numels,
+                    self.grad_ptrs, self.ptrs, self.sums, self.num_skipped, self.repair, MEASURE=measure,
+                    BLOCK_SIZE=_MATCH_BLOCK_SIZE,
+                )  # fmt: skip
 
     # -- non-finite gradients -------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from baoc.kernels.triton.elementwise import (
 from baoc.kernels.triton.kinds import Call
 from baoc.kernels.triton.orthogonal import orthogonalize
 from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, store_m, store_param
+from baoc.kernels.triton.table import start
 
 if TYPE_CHECKING:
     from baoc.kernels.triton.table import FusedTable, ShardGroup
@@ -271,19 +272,35 @@ def launch(table: "FusedTable", call: Call) -> None:
         return
     plan, workspace = muon_plan.plan_of(table), table.workspace
     if workspace is None:
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=table.device)
+        return _launch(table, plan, torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=table.device), call)
+    if table.shards is not None or any([_is_padded(batch) for batch in plan.batches]):
+        return _launch(table, plan, workspace, call)  # which does more than launch kernels
+    place = (workspace.data_ptr(), workspace.numel(), table.max_workspace_bytes)
+    key = (call, table.grad_dtype, table.vector, place)
+    if not table.launches.again(key, of=table.ptrs):
+        with table.launches.recording(key, of=table.ptrs):
+            _launch(table, plan, workspace, call)
+
+
+def _is_padded(batch: muon_plan.Batch) -> bool:
+    return (batch.lines, batch.length) != (batch.own_lines, batch.own_length)
+
+
+def _launch(table: "FusedTable", plan: muon_plan.Plan, workspace: Tensor, call: Call) -> None:
     read: dict[str, Any] = {
         "GRAD": DTYPES[table.grad_dtype], "MARKED": call.marked, "CHUNK": table.config.chunk, "VEC": table.vector,
         "num_warps": table.config.warps,
     }  # fmt: skip
     for batch in plan.batches:
         where = (batch.owner, plan.first, table.first_chunk, table.numels)
-        scan_kernel[(len(batch.owner),)](
-            *where, table.ptrs, table.grad_ptrs, table.settings, plan.tops, plan.sums, M=table.kind.m, **read
-        )
-        norm_kernel[(batch.num,)](
-            batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales, BLOCK_SIZE=_NORM_BLOCK_SIZE
-        )
+        start(
+            scan_kernel, (len(batch.owner),), *where, table.ptrs, table.grad_ptrs, table.settings, plan.tops, plan.sums,
+            M=table.kind.m, **read,
+        )  # fmt: skip
+        start(
+            norm_kernel, (batch.num,), batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales,
+            BLOCK_SIZE=_NORM_BLOCK_SIZE,
+        )  # fmt: skip
     if table.shards is not None:
         squares = plan.scales.to(torch.float64).prod(1).pow(-2)
         plan.scales[:, 0] = table.shards.all_reduce_(squares).sqrt().clamp(min=_TINY.value).reciprocal()
@@ -303,7 +320,7 @@ def _step(
     where = (batch.owner, plan.first, table.first_chunk, table.numels)
     layout: dict[str, Any] = {
         "lines": batch.lines, "length": batch.length, "own_length": batch.own_length,
-        "PADDED": (batch.lines, batch.length) != (batch.own_lines, batch.own_length),
+        "PADDED": _is_padded(batch),
         "WIDE": batch.own_lines * batch.own_length >= 2**31,
     }  # fmt: skip
     programs, shards = (len(batch.owner),), table.shards
@@ -312,9 +329,9 @@ def _step(
     stack = workspace.view(torch.float16)[: num * batch.lines * batch.length]
     if layout["PADDED"] or num > batch.num:
         stack.zero_()
-    gather_kernel[programs](
-        *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.scales, stack,
-        table.num_skipped, table.num_nonfinite, M=table.kind.m, MODE=call.mode, TRACK=call.track,
+    start(
+        gather_kernel, programs, *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots,
+        plan.scales, stack, table.num_skipped, table.num_nonfinite, M=table.kind.m, MODE=call.mode, TRACK=call.track,
         COUNT=call.count and call.mode == "step", **read, **layout,
     )  # fmt: skip
     if shards is None:
@@ -322,23 +339,25 @@ def _step(
     else:
         update = _orthogonalize_sharded(workspace, batch=batch, share=share, shards=shards)
     if call.track or call.matched:
-        square_kernel[programs](*where, table.grad_ptrs, plan.slots, plan.sizes, update, table.partial,
-                                table.num_skipped, **read, **layout)  # fmt: skip
+        start(
+            square_kernel, programs, *where, table.grad_ptrs, plan.slots, plan.sizes, update, table.partial,
+            table.num_skipped, **read, **layout,
+        )  # fmt: skip
     if call.mode == "measure":
         return
     if call.matched:
         totals = plan.totals[: batch.num]
-        total_kernel[(batch.num,)](
-            batch.members, table.first_chunk, table.numels, table.partial, table.num_skipped, totals,
-            BLOCK_SIZE=_NORM_BLOCK_SIZE,
+        start(
+            total_kernel, (batch.num,), batch.members, table.first_chunk, table.numels, table.partial,
+            table.num_skipped, totals, BLOCK_SIZE=_NORM_BLOCK_SIZE,
         )  # fmt: skip
         if shards is not None:
             shards.all_reduce_(totals)
-        factor_kernel[(batch.num,)](batch.members, table.ptrs, totals, plan.factors)
-    apply_kernel[programs](
-        *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots, plan.sizes, update,
-        plan.factors, table.num_skipped, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], MATCHED=call.matched,
-        TRACK=call.track, **read, **layout,
+        start(factor_kernel, (batch.num,), batch.members, table.ptrs, totals, plan.factors)
+    start(
+        apply_kernel, programs, *where, table.ptrs, table.grad_ptrs, table.settings, table.thresholds, plan.slots,
+        plan.sizes, update, plan.factors, table.num_skipped, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype],
+        MATCHED=call.matched, TRACK=call.track, **read, **layout,
     )  # fmt: skip
 
 

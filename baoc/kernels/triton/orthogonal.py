@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baoc.kernels.polar import STRETCHES, A, B, C, workspace_spans
+from baoc.kernels.triton.table import start
 
 
 @triton.jit
@@ -83,10 +84,10 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, symmetric: bool, c: Tensor | N
     tiles = tiles or (LARGE if min(rows, cols) >= _LARGE_FROM else SMALL)
     down, across = -(-rows // tiles.m), -(-cols // tiles.n)
     programs = down * (down + 1) // 2 if symmetric else down * across
-    product_kernel[(programs, num)](
-        a, b, out if c is None else c, out, rows, cols, depth, *a.stride(), *b.stride(), out.stride(0), *scales,
-        SYMMETRIC=symmetric, ADDS=c is not None, EVEN=depth % tiles.k == 0, M=tiles.m, N=tiles.n, K=tiles.k,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+    start(
+        product_kernel, (programs, num), a, b, out if c is None else c, out, rows, cols, depth, *a.stride(),
+        *b.stride(), out.stride(0), *scales, SYMMETRIC=symmetric, ADDS=c is not None, EVEN=depth % tiles.k == 0,
+        M=tiles.m, N=tiles.n, K=tiles.k, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baoc.kernels.cpp.grad_addresses import grad_addresses
 from baoc.kernels.triton.kinds import WIDTH, Options, Row
-from baoc.kernels.triton.table import FusedTable
+from baoc.kernels.triton.table import FusedTable, KeptLaunches, start
 
 SLOTS = 3  # uploads that the host may be ahead of the device before it waits
 PATIENCE_S, _POLL_S = 0.1, 5e-5  # of such a wait: until it asks whether the device failed, and between looks
@@ -292,6 +292,7 @@ class Upload:
         self.slots = [slot[:nbytes] for slot in self._slots]
         self._received, self._pinned_count = pinned(8 * num_back), pinned(8)
         self.received = memory_of(self._received)
+        self._launches = KeptLaunches()
         self.num_copied_host = memory_of(self._pinned_count).cast("q")  # [1]: follows `_num_copied` asynchronously
         self.num_sent = 0
         self.sending = False
@@ -336,17 +337,14 @@ class Upload:
         from baoc.kernels.triton.copies import COPY_BLOCK_SIZE, copy_slot_kernel
 
         words = (self.device.nbytes if nbytes is None else nbytes) // 8
+        if self._launches.again(("up", words)):
+            return
         slots, uploaded = self._slots.view(torch.int64), self.device.view(torch.int64)
-        copy_slot_kernel[(1,)](
-            slots,
-            uploaded,
-            self._num_copied,
-            self._pinned_count.view(torch.int64),
-            words,
-            slots.shape[1],
-            SLOTS,
-            COPY_BLOCK_SIZE,
-        )
+        with self._launches.recording(("up", words)):
+            start(
+                copy_slot_kernel, (1,), slots, uploaded, self._num_copied, self._pinned_count.view(torch.int64),
+                words, slots.shape[1], SLOTS, COPY_BLOCK_SIZE,
+            )  # fmt: skip
 
     def sent(self) -> None:
         """Moves to the next slot, as the last one is on its way."""
@@ -360,8 +358,9 @@ class Upload:
         received = self._received.view(torch.int64)
         if wait:
             received.copy_(self.back)
-        else:
-            copy_kernel[(1,)](self.back, received, len(received), COPY_BLOCK_SIZE)
+        elif not self._launches.again("back"):
+            with self._launches.recording("back"):
+                start(copy_kernel, (1,), self.back, received, len(received), COPY_BLOCK_SIZE)
 
 
 # Pinned memory of collected uploads, by device. A kernel, of which torch knows nothing, may still read or write it, so

@@ -4,9 +4,12 @@ A table holds what stays the same between steps. What changes (gradient addresse
 engine that holds the table, see `baoc.kernels.triton.engine`.
 """
 
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +17,46 @@ from torch import Tensor
 from baoc.kernels.triton.kinds import CORRECTION, MATCH, PARAM, PHASED, WIDTH, Kind, LaunchConfig, Shape
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_MOST_LAUNCHES = 64  # keys: gradients come in few types, workspaces lie at few places
+_recording = threading.local()  # `launches`: the list that is being recorded, if any
 T = TypeVar("T")
 
 
 def fits(param: Tensor) -> bool:
     """True if a kernel can step this parameter: contiguous fp32 or bf16. Others take the eager path."""
     return param.dtype in _DTYPES and param.is_contiguous() and not param.is_sparse
+
+
+class KeptLaunches:
+    """Launches that can be made again as they are, by key."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Hashable, tuple[object, list[Callable[[], None]]]] = {}
+
+    def again(self, key: Hashable, *, of: object = None) -> bool:
+        """Makes the launches of `recording(key, of=of)` again. False if there are none."""
+        kept_of, launches = self._by_key.get(key, (None, None))
+        if launches is None or kept_of is not of:
+            return False
+        for launch in launches:
+            launch()
+        return True
+
+    @contextmanager
+    def recording(self, key: Hashable, *, of: object = None) -> Iterator[None]:
+        """Inside, what `start` launches is kept under `key`, for `of`. The launches have to be all that is done inside,
+        and what they read may not move while `key` and `of` stay the same."""
+        recorded: list[Callable[[], None] | None] = []
+        before, _recording.launches = getattr(_recording, "launches", None), recorded
+        try:
+            yield
+        finally:
+            _recording.launches = before
+        launches = [launch for launch in recorded if launch is not None]
+        if len(launches) == len(recorded):  # the interpreter compiles nothing
+            if len(self._by_key) >= _MOST_LAUNCHES:
+                self._by_key.clear()
+            self._by_key[key] = of, launches
 
 
 class ShardGroup(Protocol):
@@ -103,6 +140,7 @@ class FusedTable:
         self._alive += [tensor for key in self.columns for state in states if (tensor := state.get(key)) is not None]
         self._lay_out()
         self._buffers: dict[str, Tensor] = {}
+        self.launches = KeptLaunches()
 
     def _row(self, index: int, state: Mapping[str, Tensor], *, seed: int) -> list[int]:
         """Addresses of a tensor, its states, correction (or seed) and match. Raises ValueError if they do not fit."""
@@ -167,6 +205,27 @@ class FusedTable:
         """Device bytes of the table itself, beyond the optimizer's state and the engine's buffers."""
         own = (self.chunk_tensor, self.first_chunk, *self._buffers.values())
         return sum(t.numel() * t.element_size() for t in own)
+
+
+def start(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
+    """Launches a kernel. Inside `KeptLaunches.recording` it is kept, to be launched again.
+
+    Triton's own launch looks at each argument to find what it compiled for such arguments, and asks the driver about
+    each address. Between the kernels of a backward pass, a kept one takes the host a tenth of that.
+    """
+    compiled = kernel[grid](*arguments, **options)
+    recorded = getattr(_recording, "launches", None)
+    if recorded is not None:
+        recorded.append(None if compiled is None else _prepared(kernel, compiled, grid, arguments, options))
+
+
+def _prepared(
+    kernel: Any, compiled: Any, grid: Sequence[int], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Callable[[], None]:
+    """A function that launches `compiled` again on the same addresses."""
+    by_name = [options[name] for name in kernel.arg_names[len(arguments) :]]
+    in_order = [value.data_ptr() if isinstance(value, Tensor) else value for value in (*arguments, *by_name)]
+    return partial(compiled[(*grid, 1, 1)[:3]], *in_order)
 
 
 def cached_per_table(make: Callable[[FusedTable], T]) -> Callable[[FusedTable], T]:
