@@ -15,6 +15,7 @@ from baoc.errors import BudgetBreachedError
 from baoc.optim import BlockwiseOptimizer
 from baoc.parallel import ranks
 from tests.support.ranks import group, in_processes
+from tests.support.waiting import wait_until
 
 NUM_STEPS = 4
 SPECS = ("adamw", "adamw_int8", "adamw_int8+split8", "foam_l2_int8")
@@ -29,7 +30,7 @@ def train(rank: int, size: int, store: Path) -> dict[str, Any]:
     """One rank with its own data: the weights that each spec ends with."""
     with group(rank, size, store=store):
         found: dict[str, Any] = {spec: trained(rank, spec) for spec in SPECS}
-        return {**found, "heard": heard(rank), "unheard": unheard(rank)}
+        return {**found, "heard": heard(rank), "unheard": unheard(rank, store.with_name("raised"))}
 
 
 def heard(rank: int) -> str:
@@ -41,14 +42,15 @@ def heard(rank: int) -> str:
     return str(raised.value)
 
 
-def unheard(rank: int) -> str:
+def unheard(rank: int, raised_file: Path) -> str:
     """What a rank raises whose error the others never come to hear of, as they wait for a message in mid-step."""
     mine = ranks()
     if rank == 0:
-        time.sleep(1.0)
+        wait_until(raised_file.is_file, what="the other rank's error")
         return ""
     with mock.patch.object(parallel, "PEER_TIMEOUT_S", 0.2), pytest.raises(BudgetBreachedError) as raised:
         mine.run_or_raise_on_all(out_of_memory, has_collectives=True)
+    raised_file.touch()
     return str(raised.value)
 
 

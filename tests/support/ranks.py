@@ -15,14 +15,13 @@ from torch import distributed as dist
 from torch import multiprocessing as mp
 
 from tests.support.commands import take_environment, with_server
-
-LIMIT_S = 300.0  # of a machine that is many times as busy
+from tests.support.waiting import PATIENCE_S
 
 
 @contextmanager
 def group(rank: int, size: int, *, store: Path) -> Iterator[None]:
     """This process in a group that meets at the file `store`."""
-    limit = timedelta(seconds=LIMIT_S)
+    limit = timedelta(seconds=PATIENCE_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     try:
         yield
@@ -44,10 +43,10 @@ def in_processes(work: Callable[[int, int, Path], Any], *, size: int = 2, fresh:
         else:
             context = mp.start_processes(_work, args=given, nprocs=size, start_method="forkserver", join=False)
         assert context is not None
-        ends = monotonic() + LIMIT_S
+        ends = monotonic() + PATIENCE_S
         try:
             while not context.join(timeout=1.0):
-                assert monotonic() < ends, f"processes were not done after {LIMIT_S:g} s"
+                assert monotonic() < ends, f"processes were not done after {PATIENCE_S} s"
         finally:
             for process in context.processes:
                 if process.is_alive():

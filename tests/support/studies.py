@@ -22,7 +22,7 @@ mode = words.get("mode", "ok")
 if mode == "slow":
     time.sleep(0.3)
 if mode == "wait_once" and attempts == 1:
-    time.sleep(60)
+    time.sleep(6000)  # until it is ended
 if mode == "no_resume" and "resume" in words:
     fail(2, "nothing is left to train")
 if mode == "die_once" and attempts == 1:

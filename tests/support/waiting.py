@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-PATIENCE_S = 400  # less than pytest's own limit, so that a test which waits in vain says for what
+PATIENCE_S = 3000  # less than pytest's own limit, so that a test which waits in vain says for what
 
 
 def wait_until(done: Callable[[], bool], *, what: str) -> None:

@@ -55,7 +55,7 @@ def test_two_share_a_card_where_their_budgets_fit(tmp_path: Path):
 def test_other_processes_places_count_until_they_are_killed(tmp_path: Path):
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom baoc.sweep.gpu_slots import Gpu, GpuSlots\n"
-        f"print(GpuSlots(gpus={TWO!r}, folder=Path(sys.argv[1])).acquire(None).names, flush=True)\ntime.sleep(60)"
+        f"print(GpuSlots(gpus={TWO!r}, folder=Path(sys.argv[1])).acquire(None).names, flush=True)\ntime.sleep(6000)"
     )
     other = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "('0',)\n"

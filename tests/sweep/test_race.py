@@ -160,19 +160,21 @@ def test_a_library_that_takes_nothing_costs_no_race(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_path: Path):
+def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_path: Path, monkeypatch):
     """New settings had their defaults, removed ones too, and seconds count though no run had ended before a kill."""
+    now = time.monotonic()
+    monkeypatch.setattr(race_module, "time", SimpleNamespace(monotonic=lambda: now))
     words = ("budget.schedule=[{step: 50, budget: state_10}]",)
 
     def begun(*more: str) -> race_module.RaceRun:
         given = (*words, *more)
         race = race_module.RaceRun(config(tmp_path, *given), overrides=given, folder=tmp_path, command="c", code="")
         race.study = SimpleNamespace(get_trials=lambda **_: [])  # pyright: ignore[reportAttributeAccessIssue]
-        race.started -= 30.0
+        race.started = now - 30.0
         race.check_setup()
         return race
 
-    assert 30.0 <= begun().elapsed_s() < 40.0
+    assert begun().elapsed_s() == 30.0
     file = tmp_path / RACE_SETUP_FILE
     kept = json.loads(file.read_text())
     settings = kept["settings"]
@@ -182,7 +184,7 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
     settings["budget"]["relaxation"] = {"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1}
     settings["budget"]["schedule"][0]["batch"] = None
     file.write_text(json.dumps(kept | {"plan_s": 60.0}))
-    assert 90.0 <= begun().elapsed_s() < 100.0
+    assert begun().elapsed_s() == 90.0
     with pytest.raises(BadInputError, match=r"holds a race with model.dropout=0.0, and runs"):
         begun("model.dropout=0.1")
     with pytest.raises(BadInputError, match=r"holds a race with budget.host_memory=none, and runs"):

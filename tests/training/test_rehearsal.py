@@ -18,6 +18,7 @@ from baoc.core.catalogue import SPECS
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.backward import DropGradients
 from baoc.profiling.proxy_blocks import ProxyBlocks
+from baoc.training.measure import benchmark_steps
 from baoc.training.measure.benchmark_steps import FEW, MAX_STEPS, WARM, rehearse
 from baoc.training.measure.probe import silent
 
@@ -121,16 +122,17 @@ def test_small_blocks_are_grouped_by_the_sizes_of_those_they_stand_for():
     assert set(small.optimizer.registry.step_groups.values()) == {("5", "4"), ("3", "2"), ("1", "0")}
 
 
-def test_of_many_micro_batches_a_few_tell_how_long_all_take():
-    net = Net()
+def test_of_many_micro_batches_a_few_tell_how_long_all_take(monkeypatch: pytest.MonkeyPatch):
+    net, now = Net(), [0.0]
 
     def loss(batch: Tensor) -> Tensor:
-        time.sleep(0.01)
+        now[0] += 0.01
         return net.training_step(batch, 0)
 
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(benchmark_steps, "perf_counter", lambda: now[0])
     seconds = rehearsed(net, max_s=0.0, accumulation=40, loss=loss)
-    assert len(NOTED.logged) == 2 * FEW and seconds >= 40 * 0.01
-    assert seconds < 40 * 0.1, "not the whole step for each"
+    assert len(NOTED.logged) == 2 * FEW and seconds == pytest.approx(40 * 0.01)
 
 
 def test_an_interrupt_and_an_error_go_on_as_what_they_are():
