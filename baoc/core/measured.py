@@ -2,7 +2,8 @@
 
 A family is a kind of network and task: transformers for language, vision and diffusion. The table `measured.json` is
 written by `python -m experiments.analysis.fit_measured` from the raw rows of the studies. A change is a difference from
-a named recipe, in the unit of the family's loss; below 0 is better. It holds for the size that was measured.
+a named recipe, in the unit of the family's loss; below 0 is better. It holds for the size that was measured: a network
+goes by the size nearest to its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +28,14 @@ KAPPA = 1.28  # standard deviations that are added to a mean: the one-sided boun
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A change of the final loss: its mean over `n` paired seeds, and the mean's standard deviation. `multiple`: of the
-    role's learning rate in the base recipe, at which it was measured."""
+    role's learning rate in the base recipe, at which it was measured. `carried`: the smaller size at which it was
+    measured, if it was not at this one; the standard deviation has the error between sizes, too."""
 
     mean: float
     sd: float
     n: int
     multiple: float = 1.0
+    carried: str = ""
 
     @property
     def half(self) -> float:
@@ -75,17 +78,17 @@ class MeasuredRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The measurements of one family.
+    """The measurements of one family at one size.
 
     Args:
         unit: of the loss.
-        reference: the best uniform recipe, from which changes of recipes are measured.
+        reference: the best uniform recipe that was run, from which changes of recipes are measured.
         base: the recipe of which single roles were replaced; None if none were.
         num_params: of the network.
         size: of the network, in words.
         steps: of a run.
         horizon: of a run, in words.
-        recipes: the best first.
+        recipes: the least mean first.
         roles: role -> spec -> change against the base.
         weights: weights format -> change against fp32 weights, under 8-bit Muon.
     """
@@ -104,6 +107,15 @@ class Family:
 
     def recipe(self, name: str) -> MeasuredRecipe:
         return next(measured for measured in self.recipes if measured.name == name)
+
+    def ranked(self, kappa: float) -> list[MeasuredRecipe]:
+        """Its recipes, the best first, by mean + kappa sd of their change."""
+        return sorted(self.recipes, key=lambda row: (row.change.bound(kappa), row.change.mean))
+
+
+def nearest_size(sizes: Sequence[Family], *, num_params: int) -> Family | None:
+    """Of a family's sizes the one nearest to `num_params` by their ratio; of two as near, the smaller."""
+    return min(sizes, key=lambda one: (abs(log10(max(num_params, 1) / one.num_params)), one.num_params), default=None)
 
 
 def faded_rate(rate: float, *, num_params: int, measured: int) -> float:
@@ -187,12 +199,13 @@ def nearest_family(params: Sequence[ParamInfo], *, task: str | None = None) -> s
 
 
 @cache
-def families() -> Mapping[str, Family]:
-    return {name: family_from_plain(name, node) for name, node in measured_table().items()}
+def families() -> Mapping[str, tuple[Family, ...]]:
+    """Family -> its measurements, one of each size."""
+    return {name: tuple(family_from_plain(name, node) for node in sizes) for name, sizes in measured_table().items()}
 
 
 def family_from_plain(name: str, node: Mapping[str, Any]) -> Family:
-    """A family from its node of measured.json."""
+    """A family at one size from its node of measured.json."""
     recipes = [
         MeasuredRecipe(
             recipe=recipe_from_node(row["recipe"]),

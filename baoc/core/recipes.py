@@ -5,7 +5,7 @@ head, and `muon8_qk` is a mixture of two that measured best (experiments/LOG.md)
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -374,15 +374,15 @@ def _non_empty_mapping(node: object, *, recipe: object) -> Mapping[str, Any]:
 
 
 @cache
-def measured_table() -> Mapping[str, Mapping[str, Any]]:
-    """Family -> its node of measured.json, which `baoc.core.measured` reads."""
+def measured_table() -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Family -> its nodes of measured.json, one of each size, which `baoc.core.measured` reads."""
     return json.loads((files("baoc.core") / "measured.json").read_text(encoding="utf-8"))["families"]
 
 
 @cache
 def measured_recipes() -> Mapping[str, Recipe]:
-    """Recipe name -> recipe, of all families in the measured table."""
-    nodes = [row["recipe"] for family in measured_table().values() for row in family["recipes"]]
+    """Recipe name -> recipe, of all families and sizes in the measured table."""
+    nodes = [row["recipe"] for sizes in measured_table().values() for size in sizes for row in size["recipes"]]
     return {node["name"]: recipe_from_node(node) for node in nodes}
 
 

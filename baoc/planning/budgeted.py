@@ -5,13 +5,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Self
 
 from baoc.core.blocks import partition
 from baoc.core.catalogue import removal_message, select
-from baoc.core.measured import AUTO, KAPPA, families, family_of, nearest_family
+from baoc.core.measured import AUTO, KAPPA, Family, families, family_of, nearest_family, nearest_size
 from baoc.core.recipes import RECIPES, Recipe
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError
@@ -61,7 +62,8 @@ class PlannerSettings:
     the learning rate but not raise it.
 
     A `recipe` takes the place of the allocator. It sets the specs, runs them on every role, and makes blocks by part if
-    it names parts and `blocks_by` is "layer_role".
+    it names parts and `blocks_by` is "layer_role". So does the recipe that measured best at the network's size, see
+    `blocks_of_choice`.
     """
 
     specs: tuple[str, ...] = ("*",)
@@ -77,6 +79,10 @@ class PlannerSettings:
     family: str | None = None  # for risk=measured: AUTO is by the network, None uses no measurements
     task: str | None = None
     from_conf: bool = False
+
+    @property
+    def kappa(self) -> float:
+        return self.risk_weights.get("kappa", KAPPA)
 
     @property
     def all_specs(self) -> dict[str, OptimizerSpec]:
@@ -117,6 +123,39 @@ def may_use_host(settings: PlannerSettings, *, budget: Budget) -> bool:
     return named or budget.host_memory_bytes is not None
 
 
+def measured_at(params: Sequence[ParamInfo], *, settings: PlannerSettings) -> tuple[Family | None, bool]:
+    """The measurements that a plan of these parameters goes by, and whether they are of another kind of network."""
+    name = settings.family
+    if name == AUTO:
+        name = family_of(params)
+        name = name if settings.task in (None, name) else None
+    extrapolates = name is None and settings.family == AUTO
+    name = nearest_family(params, task=settings.task) if extrapolates else name
+    sizes = families().get(name or "", ()) if settings.risk == MEASURED else ()
+    family = nearest_size(sizes, num_params=total_numel(params))
+    # Of the nearest family recipes are a guess, and changes by role are not used.
+    return replace(family, roles={}) if family is not None and extrapolates else family, extrapolates
+
+
+def total_numel(params: Iterable[ParamInfo]) -> int:
+    """Elements of a network, with those that other ranks hold."""
+    return sum(prod(param.whole or param.shape) for param in params)
+
+
+def blocks_of_choice(settings: PlannerSettings, *, params: Sequence[ParamInfo]) -> PlannerSettings:
+    """The settings, with blocks by part if `blocks_by` is "layer_role" and the recipe that measured best at the size of
+    this network names parts."""
+    if settings.risk != MEASURED or settings.blocks_by != "layer_role" or settings.recipe is not None:
+        return settings
+    if ALLOCATORS[settings.allocator].traits.every_candidate:
+        return settings
+    family, extrapolates = measured_at(params, settings=settings)
+    if family is None or extrapolates:
+        return settings
+    best = family.ranked(settings.kappa)[0]
+    return replace(settings, blocks_by="layer_part") if best.recipe.needs_part_blocks else settings
+
+
 class BudgetedBlocks(ABC):
     """The blocks of a network under a budget: limits of the budget, candidates of blocks, bytes and seconds of choices.
     Raises BadInputError for unknown names."""
@@ -131,11 +170,12 @@ class BudgetedBlocks(ABC):
         footprint: Footprint | None = None,
         latency: LatencyTable | None = None,
     ):
-        self.settings = settings = settings or PlannerSettings()
+        settings = settings or PlannerSettings()
         check_name(settings.risk, RISKS, "risk")
         check_name(settings.allocator, ALLOCATORS, "allocator")
         if settings.task is not None:
             check_name(settings.task, families(), "task_family")
+        self.settings = settings = blocks_of_choice(settings, params=params)
         self.params = tuple(params)
         self.declared = declared
         self.budget = budget
@@ -158,21 +198,11 @@ class BudgetedBlocks(ABC):
                 )
             self.allocator = RecipeAllocator(picks={b.name: pick_spec(b, recipe=settings.recipe) for b in self.blocks})
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
-        self.num_params = sum(block.numel for block in self.blocks)
-        name = settings.family
-        if name == AUTO:
-            name = family_of(self.params)
-            name = name if settings.task in (None, name) else None
-        # Nothing was measured of this kind of network: recipes of the nearest family are a guess, its changes by role
-        # are not used.
-        self.extrapolates = name is None and settings.family == AUTO
-        name = nearest_family(self.params, task=settings.task) if self.extrapolates else name
-        self.family = families().get(name or "") if settings.risk == MEASURED else None
-        if self.family is not None and self.extrapolates:
-            self.family = replace(self.family, roles={})
+        self.num_params = total_numel(self.params)
+        self.family, self.extrapolates = measured_at(self.params, settings=settings)
         more = settings.measured_specs if self.family is not None and self.has_choice else ()
         self.specs = {**self.offered_specs, **select(more)} if more else self.offered_specs
-        self.kappa = settings.risk_weights.get("kappa", KAPPA)
+        self.kappa = settings.kappa
         self._cache: dict[Any, tuple[tuple[Any, ...], Any]] = {}  # name -> (inputs, result), see `_cached`
         if budget.memory_bytes is not None and footprint is None:
             raise BadInputError(

@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 from baoc.core.catalogue import SPECS, STREAMED, WEIGHTS, select
 from baoc.core.measured import Change, Family, MeasuredRecipe, faded_rate, with_rate
-from baoc.core.recipes import FIRST, Recipe, recipe_keys
+from baoc.core.recipes import FIRST, RECIPE_KEYS, Recipe, recipe_keys
 from baoc.core.statistics import DEFAULT_LEVEL
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.allocators.recipe import pick_spec
@@ -28,7 +28,7 @@ STOCHASTIC_BF16 = "bf16_sr"  # a weights format
 # not distinguishable from native weights.
 ROUNDING_COST = 0.02
 PRETRAINED_ARGUMENT = "pretrained=True"  # has the effect of risk=prior in Python calls
-FAR = 10.0  # times the measured network's size: larger networks are reported as not measured
+NEAR, FAR = 2.0, 10.0  # times the measured size: beyond, the distance is told; further, that nothing was measured
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------
@@ -74,11 +74,6 @@ def selection_penalty(family: Family) -> float:
     return NormalDist().inv_cdf(1 - (1 - DEFAULT_LEVEL) / max(num_measured, 1)) / NormalDist().inv_cdf(DEFAULT_LEVEL)
 
 
-def ranked_recipes(planner: BudgetedBlocks, *, family: Family) -> list[MeasuredRecipe]:
-    """Measured recipes, the best first, by mean + kappa sd of their change."""
-    return sorted(family.recipes, key=lambda row: (row.change.bound(planner.kappa), row.change.mean))
-
-
 def is_worse_than_adamw(choice: RecipeChoice | MeasuredRecipe, *, family: Family) -> bool:
     """Whether a recipe measured worse than fp32 AdamW; False if the family has no measured AdamW."""
     adamw = next((row for row in family.recipes if row.name == ADAMW), None)
@@ -94,9 +89,10 @@ def fitting_recipes(
         return
     offered = {spec.weights for spec in select(planner.settings.specs).values()}
     weights = weights or sorted(offered, key=list(WEIGHTS).index)
-    for measured in ranked_recipes(planner, family=family):
+    for measured in family.ranked(planner.kappa):
         rate = rate_for_network(planner, measured.rate, family=family)
-        recipe = with_rate(measured.recipe, rate)
+        of_roles = {key: rate_for_network(planner, lr, family=family) for key, lr in measured.recipe.lr.items()}
+        recipe = with_rate(replace(measured.recipe, lr=of_roles), rate)
         recipe = with_streamed_states(recipe) if hosted else recipe
         for name in weights:
             variant = replace(recipe, weights=name)
@@ -134,7 +130,7 @@ def streamed_spec_name(spec: str) -> str:
 
 def most_useful_bytes(planner: BudgetedBlocks, *, family: Family) -> int:
     """Bytes of the best measured recipe in the budget's measure: a larger budget does not bind."""
-    for measured in ranked_recipes(planner, family=family):
+    for measured in family.ranked(planner.kappa):
         nested = recipe_planner(planner, measured.recipe)
         if nested is not None:
             pool = nested.candidates(risk="prior", profile=None)
@@ -239,7 +235,10 @@ def best_mixture(planner: BudgetedBlocks, *, family: Family, than: RecipeChoice 
             continue
         # Changes of a role are against the base recipe, changes of recipes against the reference.
         against_reference = replace(
-            change, mean=change.mean + base.change.mean, sd=sqrt(change.sd**2 + base.change.sd**2)
+            change,
+            mean=change.mean + base.change.mean,
+            sd=sqrt(change.sd**2 + base.change.sd**2),
+            carried=change.carried or base.change.carried,
         )
         if than is not None:
             sd = sqrt(against_reference.sd**2 + than.change.sd**2)
@@ -252,7 +251,8 @@ def best_mixture(planner: BudgetedBlocks, *, family: Family, than: RecipeChoice 
             description=f"{base.name} with {spec} in {role}",
             specs={**base.recipe.specs, role: spec},
         )
-        recipe = with_rate(recipe, rate, by_role={role: change.multiple} if change.multiple != 1 else {})
+        multiple = rate_for_network(planner, change.multiple, family=family)
+        recipe = with_rate(recipe, rate, by_role={role: multiple} if multiple != 1 else {})
         plan = plan_recipe(planner, recipe)
         if plan is not None:
             return RecipeChoice(recipe=recipe, plan=plan, change=against_reference, rate=rate)
@@ -298,15 +298,13 @@ def _evidence(choice: RecipeChoice, *, num_seeds: int, family: Family, planner: 
     if measured is None:
         text = f"{recipe.description}; {choice.change} against {family.reference}, by role"
     else:
-        text = f"{measured.value:.4g} ({measured.sd:.2g})"
+        text = f"{'about ' if choice.change.carried else ''}{measured.value:.4g} ({measured.sd:.2g})"
         others = [
             f"{name} {family.recipe(name).value:.4g}: {difference}"
             for name, difference in measured.changes_against.items()
         ]
         text += f" against {', '.join(others)}" if others else ""
-    text += f", n {num_seeds}, {family.unit}, measured at {family.size}, {family.horizon}"
-    if num_params > FAR * family.num_params:
-        text += f"; not measured at {num_params:,} parameters"
+    text += f", n {num_seeds}, {family.unit}, {_where(choice.change, family=family, num_params=num_params)}"
     if recipe.weights != "native":
         text += f"; weights {_format_text(recipe.weights, family=family)}"
     text += _rate_text(choice, planner=planner)
@@ -315,6 +313,18 @@ def _evidence(choice: RecipeChoice, *, num_seeds: int, family: Family, planner: 
             "; every measured recipe that fits is worse than fp32 AdamW, which does not fit, and what risk=prior would "
             "choose was not measured: a larger budget or a race may do better"
         )
+    return text
+
+
+def _where(change: Change, *, family: Family, num_params: int) -> str:
+    """The size at which a change was measured, and how far a network of `num_params` is from it."""
+    size = f"{change.carried}, carried over to {family.size}" if change.carried else family.size
+    text = f"measured at {size}, {family.horizon}"
+    ratio = num_params / family.num_params
+    if not 1 / NEAR <= ratio <= NEAR:
+        network = "not measured at" if ratio > FAR else "this network has"
+        times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+        text += f"; {network} {num_params:,} parameters, {times} times the {family.num_params:,} there"
     return text
 
 
@@ -337,8 +347,10 @@ def _extrapolation(
 
 
 def _rate_text(choice: RecipeChoice, *, planner: BudgetedBlocks) -> str:
-    text = f"; {choice.rate:.3g} times AdamW's learning rate" if choice.rate != 1 else ""
-    if choice.rate > 1:
+    roles = {key: choice.rate * lr for key, lr in choice.recipe.lr.items() if key in RECIPE_KEYS}
+    others = "".join(f", {rate:.3g} times on {role}" for role, rate in roles.items() if rate != choice.rate)
+    text = f"; {choice.rate:.3g} times AdamW's learning rate{others}" if choice.rate != 1 or others else ""
+    if max(choice.rate, *roles.values(), 0.0) > 1:
         setting = "risk=prior" if planner.settings.from_conf else PRETRAINED_ARGUMENT
         text += f", as in training from scratch: for pretrained weights {setting}"
     return text

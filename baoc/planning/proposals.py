@@ -12,7 +12,7 @@ import numpy as np
 from baoc.core.catalogue import SPECS, WEIGHTS
 from baoc.core.measured import Family, MeasuredRecipe, families, with_rate
 from baoc.core.recipes import HIDDEN, OUTER_ROLES, RECIPES, Recipe, Tuning, tuning_of
-from baoc.planning.measured import ADAMW, best_rate, plan_recipe, ranked_recipes, with_streamed_states
+from baoc.planning.measured import ADAMW, best_rate, plan_recipe, with_streamed_states
 from baoc.planning.planner import Planner
 from baoc.types import Block, Plan
 
@@ -73,7 +73,7 @@ def proposals(
     plan = planner.propose()
     hidden = {plan.allocation.choices[block.name] for block in plan.blocks if block.role not in OUTER_ROLES}
     mixed = Proposal(name="plan", plan=plan, tuning=tuning_of(plan), uniform=len(hidden) <= 1)
-    family = planner.family or families()["language"]  # for kinds of networks without a nearest family
+    family = planner.family or families()["language"][0]  # for kinds of networks without a nearest family
     if recipes is None:
         entrants = _default_proposals(planner, family=family)
     else:
@@ -117,7 +117,7 @@ def _default_proposals(planner: Planner, *, family: Family) -> list[Proposal]:
     """
     measured: dict[object, MeasuredRecipe] = {}
     by_key: dict[object, Proposal] = {}
-    for row in ranked_recipes(planner, family=family):
+    for row in family.ranked(planner.kappa):
         recipe = RECIPES.get(row.name, row.recipe)
         proposal = _proposal(planner, recipe, family=family)
         if proposal is None or not all(map(recipe.names_spec_for, proposal.plan.blocks)):

@@ -27,7 +27,7 @@ from baoc.optim.groups import named_params, resolve_spec
 from baoc.optim.shards import largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, refuse_several_processes
 from baoc.planning.planner import Planner
-from baoc.planning.reallocation.conversion import restore_plan
+from baoc.planning.reallocation.conversion import choices_by_part, restore_plan
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
 from baoc.planning.reallocation.migration_cost import migration_peak
 from baoc.profiling import GradientProfiler, describe, device_peak_bytes
@@ -541,6 +541,7 @@ class Reallocator:
             InfeasibleBudgetError: Neither the saved allocation nor another one fits; nothing has changed.
         """
         saved = _read(state)
+        saved = replace(saved, choices=choices_by_part(saved.choices, blocks=self.planner.blocks))
         profile, profile_dropped = saved.profile, False
         notes: list[str] = []
         if profile is not None and any(block.name not in profile.stats for block in self.planner.blocks):

@@ -38,7 +38,7 @@ from baoc.optim.offload import weight_conversion_bytes
 from baoc.optim.shards import is_sharded, largest_shard, local_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
-from baoc.planning.budgeted import MEASURED, PlannerSettings, may_use_host
+from baoc.planning.budgeted import MEASURED, PlannerSettings, blocks_of_choice, may_use_host
 from baoc.planning.candidates import why_inapplicable
 from baoc.planning.messages import too_small
 from baoc.planning.microbatch import RATE_TOLERANCE, smallest_number
@@ -148,6 +148,7 @@ class Session:
         task = getattr(module, "task_family", None)  # of `baoc.tasks.base.Task`
         if task is not None:
             settings = replace(settings, planner=replace(settings.planner, task=task))
+        settings = replace(settings, planner=blocks_of_choice(settings.planner, params=self.infos))
         self.budget, self.settings, self.betas, self.device = budget, settings, betas, device
         declared = None if module is None else declared_blocks(module)
         if declared is not None:

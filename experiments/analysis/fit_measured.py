@@ -2,17 +2,21 @@
 
     python -m experiments.analysis.fit_measured  # seconds -> baoc/core/measured.json
 
+A family has an entry for each size of network that was measured, the smallest first.
+
 - Whole recipes. Of its settings (rate, beta2) a recipe takes that of the lowest rate whose `choice` is within half a
   percent of the least, and not distinguishable from it (90 %, paired): curves are flat at the top, and lower rates bear
   longer runs. Changes are of `value`, on data that chose nothing, paired by seed; of recipes that were run again on
   fresh seeds (phase confirm) those count alone. Rates are multiples of AdamW's: in
-  study A of its best one, in the role study of the product's own, around which AdamW's curve is flat.
+  study A of its best one, in the role study of the product's own, around which AdamW's curve is flat (`own_rate`).
 - Rules by role. The change of the final loss where one role of the base runs another spec: d = role + spec +
   interaction. The first two are fitted by least squares; interactions are shrunk towards 0 by their variance over
   that of a measurement. All differences of a kind have one standard deviation, as each has few seeds.
 - How they add up. A recipe that runs a spec in all hidden roles was measured as a whole, too: `factor` is its change
   over the sum of its entries. Where the two can be told apart (90 %) and differ by more than a tenth, or their
   difference is known less well than the sum is large, entries of the spec are not to be added.
+- What was not run at a size is carried over from the next smaller one (`carry_over`), with an error between sizes that
+  is estimated from what was run at both. Nothing is carried to smaller sizes.
 """
 
 import argparse
@@ -20,15 +24,17 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
 import numpy as np
 
-from baoc.core.measured import Change
-from baoc.core.recipes import RECIPES, recipe_from_node
+from baoc.core.catalogue import SPECS
+from baoc.core.measured import KAPPA, Change, faded_rate
+from baoc.core.recipes import HIDDEN, RECIPES, recipe_from_node
+from baoc.core.statistics import DEFAULT_LEVEL, student_quantile
 from experiments.benchmarks import recipe_lists
 from experiments.benchmarks.shared import read_rows
 
@@ -36,8 +42,32 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 OUT = ROOT / "baoc" / "core" / "measured.json"
 UNITS = {"language": "bits per byte", "vision": "nats", "diffusion": "MSE"}
-FRESH = "confirm"  # phase of the role study on seeds that chose nothing
-PHASES = ("rates", "whole", "roles", FRESH)  # mixtures, controls and long runs are told elsewhere
+# Raw rows: another size is one more file. Of the smallest networks' phase `attention` nothing is taken: it was run when
+# their choices had been confirmed.
+ROLE_ROWS = (
+    "role_table.csv", "role_table_6m.csv", "role_attention_6m.csv", "role_queries_6m.csv", "role_queries_25m.csv"
+)  # fmt: skip
+PRODUCT_ROWS = ("size_runs.csv", "size_rates.csv")  # runs through the command
+# Of these: family, size -> groups of rows that are one another's rivals, though their seeds may differ.
+PRODUCT_SIZES: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("language", "60m"): ("60m", "60m_qk"),
+    ("language", "350m"): ("350m_200",),
+}
+# Label -> recipe. Labels that are not here ran at one rate that is not the best: the table of their day had faded it.
+PRODUCT_LABELS: Mapping[str, dict[str, Any]] = {
+    **{name: {"name": name, "base": name} for name in ("adamw", "adamw8", "foam8_lean", "adafactor_m8")},
+    "lean_m90": {"name": "muon8_lean_m90", **recipe_lists.MORE_WHOLE["muon8_lean_m90"]},
+    "qk_m90": {"name": "muon8_qk_m90", "base": "muon8_qk", "betas": {"muon": [0.9, 0.95]}},
+}
+ALIKE_SIZES = 1.01  # sizes less apart are one, measured in two ways
+FRESH = ("confirm", "queries")  # phases of the role study on seeds that chose nothing
+PHASES = ("rates", "whole", "roles", "again", "attention", *FRESH)  # mixtures, controls, long runs are told elsewhere
+# The product's rates for a Llama of its sizes nano, 60m and 350m, here on bytes: parameters -> rate. At 6.6M AdamW's
+# best one is half of what lies between them, as it is half of the product's at nano and 60m.
+OWN_RATES: Mapping[str, Mapping[int, float]] = {"language": {492_403: 3e-3, 25_567_781: 1e-3, 302_957_677: 6e-4}}
+ROLE_RATES = recipe_lists.ROLE_LRS  # that factors of the role study are multiples of, at all sizes
+# What phase `queries` ran as a whole recipe, by label: the best of phase `attention` and its rival.
+QUERIED = {"attention_qk=muon_int8@1": "muon8_lean", "attention_qk=foam_l2_int8@2": "muon8_qk"}
 # What the role study confirmed under the name of a budget, by task.
 CONFIRMED: Mapping[tuple[str, str], str] = {
     ("language", "choice_10"): "muon4_lean_m90",
@@ -58,6 +88,9 @@ WIDEST = 1.0  # half of an interval, as a share of the sum, beyond which it tell
 HIDDEN_ROLES = ("attention", "mlp", "modulation", "conv", "other")
 MORE: Mapping[str, dict[str, Any]] = recipe_lists.MORE_WHOLE  # recipes of the role study beside the catalogue's
 BASE = recipe_lists.ROLE_BASE
+ADAMW = "adamw"
+FEW = 4  # recipes: of so few, all rates tell how far differences spread
+WIDE = 180  # characters of a line of the file
 FLAT = 0.005  # of the least mean: what a lower rate may cost at most
 Row = Mapping[str, str]
 Values = Mapping[int, float]  # by seed
@@ -83,20 +116,51 @@ class Setting:
 
 
 def settings_of_roles(rows: Iterable[Row], family: str) -> list[Setting]:
-    """Settings of the role study: recipes as wholes, fresh ones apart, and single roles replaced (phase roles)."""
+    """Settings of the role study: recipes as wholes, fresh ones apart, and single roles replaced."""
     found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        name = row["label"].partition("@")[0]
-        if row["task"] == family and row["phase"] in PHASES and not name.startswith(("random_", "permuted_")):
-            multiple = row["factor"] if row["role"] else "1"
-            name = BASE if name == "base" else CONFIRMED.get((family, name), name)
-            key = (name, row["role"], row["spec"], float(row["rate_factor"]), float(multiple), row["phase"] == FRESH)
-            found[key].append(row)
+        if row["task"] == family and row["phase"] in PHASES:
+            for name, role, spec, multiple in what_ran(row, family):
+                fresh = row["phase"] in FRESH
+                found[name, role, spec, float(row["rate_factor"]), multiple, fresh].append(row)
     made: list[Setting] = []
     for (name, role, spec, rate, multiple, fresh), held in found.items():
         node = _node(held[0], name=name)
         made.append(_setting(name, held, rate=rate, recipe=node, role=role, spec=spec, multiple=multiple, fresh=fresh))
     return made
+
+
+def what_ran(row: Row, family: str) -> Iterable[tuple[str, str, str, float]]:
+    """(recipe, role, its spec, its multiple of the rate), the last three of a replacement alone.
+
+    Of phase `attention` only single roles count: its whole recipes ran at the rates that phase `rates` left out, on
+    other seeds than the rest, and its pairs of roles were no better.
+    """
+    label = row["label"].partition(",factor")[0]
+    name = label.partition("@")[0]
+    if row["role"]:
+        yield name, row["role"], row["spec"], float(row["factor"])
+        if row["phase"] == "queries" and label in QUERIED:
+            yield QUERIED[label], "", "", 1.0
+    elif row["phase"] == "attention" and name != "base":
+        if row["multiples"] and "," not in label:
+            role, _, spec = name.partition("=")
+            yield name, role, spec, float(json.loads(row["multiples"])[role])
+    elif not name.startswith(("random_", "permuted_")):
+        yield BASE if name == "base" else CONFIRMED.get((family, name), name), "", "", 1.0
+
+
+def settings_of_product(rows: Iterable[Row], *, rate: float) -> list[Setting]:
+    """Settings of runs through the command, whose own learning rate is `rate`. Their only value chooses theirs, too."""
+    found: dict[tuple[str, float], list[Row]] = defaultdict(list)
+    for row in rows:
+        label = next((name for name in PRODUCT_LABELS if row["label"].startswith(f"{name}_")), row["label"])
+        if label in PRODUCT_LABELS:
+            found[label, float(row["lr"] or rate) / rate].append({**row, "choice": row["value"]})
+    return [
+        _setting(PRODUCT_LABELS[label]["name"], held, rate=multiple, recipe=PRODUCT_LABELS[label])
+        for (label, multiple), held in found.items()
+    ]
 
 
 def _node(row: Row, *, name: str) -> dict[str, Any]:
@@ -139,8 +203,13 @@ def _setting(name: str, rows: Sequence[Row], *, rate: float, recipe: dict[str, A
 
 
 def difference(ours: Values, theirs: Values, *, sd: float | None = None) -> dict[str, Any]:
-    """Mean of ours - theirs over shared seeds, and that mean's standard deviation; `sd` is one pair's where known."""
+    """Mean of ours - theirs over shared seeds, and that mean's standard deviation; `sd` is one pair's where known.
+    Without shared seeds it is the difference of the means."""
     paired = differences(ours, theirs)
+    if not paired:
+        squares = [stdev(held.values()) ** 2 / len(held) if len(held) > 1 else math.nan for held in (ours, theirs)]
+        mean = fmean(ours.values()) - fmean(theirs.values())
+        return {"mean": mean, "sd": math.sqrt(sum(squares)), "n": min(len(ours), len(theirs))}
     spread = stdev(paired) if sd is None and len(paired) > 1 else sd if sd is not None else math.nan
     return {"mean": fmean(paired), "sd": spread / math.sqrt(len(paired)), "n": len(paired)}
 
@@ -206,7 +275,8 @@ def wholes(settings: Sequence[Setting], *, unit: float | None = None) -> tuple[l
         one, own = cohort[name], cohort.get(reference)
         if own is None:
             continue
-        sd = typical_sd([differences(other.value, own.value) for other in cohort.values()])
+        rivals = list(cohort.values()) if len(cohort) > FEW else [o for o in settings if o.fresh == one.fresh]
+        sd = typical_sd([differences(other.value, own.value) for other in rivals])
         others = sorted((o for o in cohort if o != name), key=lambda o: fmean(cohort[o].value.values()))
         specs = hidden_specs(one.recipe)
         rival = next((o for o in others if uniform[o] and hidden_specs(cohort[o].recipe) != specs), None)
@@ -222,25 +292,56 @@ def wholes(settings: Sequence[Setting], *, unit: float | None = None) -> tuple[l
                 "against": {other: difference(one.value, cohort[other].value, sd=sd) for other in beside},
             }
         )
+    by_name = {held["recipe"]["name"]: held for held in made}
+    for held in made:  # what did not run on the same seeds is compared by way of the reference
+        if ADAMW in by_name and ADAMW not in held["against"] and held is not by_name[ADAMW]:
+            held["against"][ADAMW] = apart(held["change"], by_name[ADAMW]["change"])
     return sorted(made, key=lambda held: held["change"]["mean"]), reference
+
+
+def apart(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The difference of two changes that were measured on their own."""
+    sd = math.hypot(ours["sd"], theirs["sd"])
+    return {"mean": ours["mean"] - theirs["mean"], "sd": sd, "n": min(ours["n"], theirs["n"])}
 
 
 # -- rules by role ----------------------------------------------------------------------------------------------------
 
 
-def best_of_roles(settings: Sequence[Setting]) -> dict[tuple[str, str], Setting]:
-    """(role, spec) -> the better of its multiples of the rate by `choice`; none of those that diverged."""
+def base_of_roles(settings: Sequence[Setting], name: str | None) -> Setting | None:
+    """The base at the rate at which roles were replaced, on all of its seeds; None if it was not run."""
+    held = [one for one in settings if one.name == name and not one.role]
+    if not held:
+        return None
+    others = [one for one in held if not one.fresh]
+    rate = (max(others, key=lambda one: len(one.value)) if others else chosen(held)).rate
+    same = [one for one in held if one.rate == rate]
+    value = {seed: value for one in same for seed, value in one.value.items()}
+    choice = {seed: value for one in same for seed, value in one.choice.items()}
+    return replace(same[0], value=value, choice=choice)
+
+
+def best_of_roles(settings: Sequence[Setting], base: Setting) -> dict[tuple[str, str], Setting]:
+    """(role, spec) -> the best of its multiples of the rate by `choice`; none of those that diverged. Fresh runs of
+    that multiple count alone; they choose it where there are no others."""
+    own = recipe_from_node(base.recipe).specs
+    replaced_by_none = {(one.role, own.get(one.role, own.get(HIDDEN))) for one in settings}
     tried: dict[tuple[str, str], list[Setting]] = defaultdict(list)
     for one in settings:
-        if one.role:
+        is_base = one.multiple == 1 and (one.role, one.spec) in replaced_by_none
+        if one.role and not is_base and one.rate == base.rate and one.value.keys() & base.value.keys():
             tried[one.role, one.spec].append(one)
-    best = {key: min(held, key=lambda one: fmean(one.choice.values())) for key, held in tried.items()}
+    best: dict[tuple[str, str], Setting] = {}
+    for key, held in tried.items():
+        chose = [one for one in held if not one.fresh] or held
+        found = min(chose, key=lambda one: fmean(differences(one.choice, base.choice)))
+        best[key] = next((one for one in held if one.fresh and one.multiple == found.multiple), found)
     return {key: one for key, one in best.items() if all(map(math.isfinite, one.value.values()))}
 
 
 def entries(settings: Sequence[Setting], base: Setting, *, otherwise: float) -> dict[tuple[str, str], dict[str, Any]]:
     """(role, spec) -> raw change, with the standard deviation that all of them have together, or `otherwise`."""
-    best = best_of_roles(settings)
+    best = best_of_roles(settings, base)
     paired = [differences(one.value, base.value) for one in best.values()]
     sd = typical_sd(paired) if any(len(values) > 1 for values in paired) else otherwise
     return {key: {**difference(one.value, base.value, sd=sd), "multiple": one.multiple} for key, one in best.items()}
@@ -276,11 +377,11 @@ def additivity(settings: Sequence[Setting], base: Setting, roles: Sequence[str])
 
     What is left between them is taken seed by seed, as all of them are held against the same base.
     """
-    single = best_of_roles(settings)
+    single = best_of_roles(settings, base)
     found: dict[str, dict[str, Any]] = {}
     own = recipe_from_node(base.recipe)
     for one in settings:
-        specs = hidden_specs(one.recipe) if not one.role and not one.fresh and one is not base else set()
+        specs = hidden_specs(one.recipe) if not one.role and not one.fresh and one.name != base.name else set()
         if len(specs) != 1 or (spec := next(iter(specs))) in found or spec in hidden_specs(base.recipe):
             continue
         recipe = recipe_from_node(one.recipe)
@@ -306,6 +407,123 @@ def additivity(settings: Sequence[Setting], base: Setting, roles: Sequence[str])
     return found
 
 
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def rules_of(node: Mapping[str, Any]) -> frozenset[str]:
+    """The rules that a recipe runs on hidden matrices."""
+    return frozenset(SPECS[spec].rule for spec in hidden_specs(node))
+
+
+def main_rule(node: Mapping[str, Any]) -> frozenset[str]:
+    """The rule of the largest part of a recipe that runs several."""
+    specs = recipe_from_node(node).specs
+    return frozenset({SPECS[specs.get(HIDDEN) or specs.get("mlp_in") or min(hidden_specs(node))].rule})
+
+
+def spread_of(lists: Sequence[Sequence[float]], *, about_mean: bool) -> float:
+    """The standard deviation in several lists, about each one's mean or about 0, as a bound at 90 % reads it: times
+    Student's quantile of its degrees over the normal one. NaN without degrees."""
+    degrees = sum(len(held) - about_mean for held in lists)
+    if not degrees:
+        return math.nan
+    total = sum((value - about_mean * fmean(held)) ** 2 for held in lists for value in held)
+    return math.sqrt(total / degrees) * student_quantile(DEFAULT_LEVEL, degrees=degrees) / KAPPA
+
+
+def carry_over(sizes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sizes of a family, the smallest first, with what was not run at one carried over from the one before.
+
+    - A recipe changes as those of its rules changed between the two sizes. Its standard deviation grows by what recipes
+      of the same rules differ in; by what rules differ in, if none of its rules, or only its main one, was run at both.
+      Its multiple of the rate moves with theirs; without such recipes it fades.
+    - An entry of a role stays. Its standard deviation grows by what entries that were run at both differ in.
+
+    Both are estimated from all pairs of sizes up to this one.
+    """
+    done = [*sizes[:1]]
+    in_rules: list[list[float]] = []  # what each rule's recipes changed in between two sizes
+    of_rules: list[list[float]] = []  # the means of these, of each pair of sizes
+    of_roles: list[list[float]] = []
+    for size in sizes[1:]:
+        smaller = done[-1]
+        ours = {held["recipe"]["name"]: held for held in size["recipes"]}
+        before = {held["recipe"]["name"]: held for held in smaller["recipes"]}
+        groups: dict[frozenset[str], list[tuple[float, float]]] = defaultdict(list)
+        for name in ours.keys() & before.keys():
+            moved = ours[name]["change"]["mean"] - before[name]["change"]["mean"]
+            groups[rules_of(before[name]["recipe"])].append(
+                (moved, math.log(ours[name]["rate"] / before[name]["rate"]))
+            )
+        in_rules += [[moved for moved, _ in held] for held in groups.values()]
+        of_rules.append([fmean(moved for moved, _ in held) for held in groups.values()] or [0.0])
+        across = spread_of(of_rules, about_mean=True)
+        if math.isnan(across):
+            raise SystemExit(
+                f"{smaller['size']} and {size['size']} share no recipes of two rules, so nothing says how changes "
+                "differ between sizes: run such recipes at both"
+            )
+        within = spread_of(in_rules, about_mean=True)
+        within = across if math.isnan(within) else within
+        entries_of = [
+            {(role, spec): entry for role, held in one["roles"].items() for spec, entry in held.items()}
+            for one in (smaller, size)
+        ]
+        shared = entries_of[0].keys() & entries_of[1].keys()
+        of_roles.append([entries_of[1][key]["mean"] - entries_of[0][key]["mean"] for key in shared])
+        by_role = spread_of(of_roles, about_mean=False)
+        carried = {
+            name: _carried(held, smaller, size, groups, within=within, across=across)
+            for name, held in before.items()
+            if name not in ours
+        }
+        every = {**ours, **carried}
+        for held in carried.values():
+            beside = [o for o in (size["reference"], ADAMW) if o in every and o != held["recipe"]["name"]]
+            held["against"] = {other: apart(held["change"], every[other]["change"]) for other in dict.fromkeys(beside)}
+        roles: dict[str, dict[str, Any]] = {role: dict(held) for role, held in size["roles"].items()}
+        for (role, spec), entry in entries_of[0].items():
+            sd = math.hypot(entry["sd"], across if math.isnan(by_role) else by_role)
+            told = {**entry, "sd": sd, "carried": entry.get("carried", smaller["size"])}
+            roles.setdefault(role, {}).setdefault(spec, told)
+        recipes = sorted(every.values(), key=lambda held: held["change"]["mean"])
+        done.append({**size, "recipes": recipes, "roles": roles})
+    return done
+
+
+def _carried(
+    held: Mapping[str, Any],
+    smaller: Mapping[str, Any],
+    size: Mapping[str, Any],
+    groups: Mapping[frozenset[str], Sequence[tuple[float, float]]],
+    *,
+    within: float,
+    across: float,
+) -> dict[str, Any]:
+    """A recipe of a smaller size as `carry_over` tells. `groups`: rules -> (what the change of a recipe grew by, what
+    the logarithm of its rate grew by), of recipes that were run at both sizes."""
+    same, alike = (groups.get(rules(held["recipe"]), ()) for rules in (rules_of, main_rule))
+    near = same or alike
+    moved = fmean(change for change, _ in near) if near else fmean(fmean(c for c, _ in one) for one in groups.values())
+    rate = held["rate"] * math.exp(fmean(log for _, log in near)) if near else held["rate"]
+    if not near:
+        rate = faded_rate(rate, num_params=size["num_params"], measured=smaller["num_params"])
+    change = held["change"]
+    mean = change["mean"] + moved
+    reference = next(one for one in size["recipes"] if one["recipe"]["name"] == size["reference"])
+    return {
+        **held,
+        "rate": rate,
+        "value": reference["value"] + mean,
+        "change": {
+            "mean": mean,
+            "sd": math.hypot(change["sd"], within if same else across),
+            "n": change["n"],
+            "carried": change.get("carried", smaller["size"]),
+        },
+    }
+
+
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
@@ -314,8 +532,7 @@ def family_of_rows(
 ) -> dict[str, Any]:
     """A family as the file holds it. `base` is the recipe of which roles were replaced."""
     recipes, reference = wholes([one for one in settings if not one.role], unit=unit)
-    bases = [one for one in settings if one.name == base and not one.role and not one.fresh]
-    of_base = max(bases, key=lambda one: len(one.value)) if bases and base is not None else None
+    of_base = base_of_roles(settings, base)
     base_sd = max((one["change"]["sd"] * math.sqrt(one["change"]["n"]) for one in recipes), default=math.nan)
     raw = entries(settings, of_base, otherwise=base_sd) if of_base is not None else {}
     fitted = shrunk(raw)
@@ -338,17 +555,54 @@ def formats_of(rows: Sequence[Row], family: str) -> dict[str, dict[str, Any]]:
     return {name: difference(values[label], native) for name, label in labels.items() if label in values}
 
 
-def fit(roles: Sequence[Row], *, product: Sequence[Row] = ()) -> dict[str, Any]:
+def own_rate(family: str, num_params: int) -> float:
+    """The product's learning rate for a network of a family, which multiples are of: between sizes by a power."""
+    held = OWN_RATES.get(family, {num_params: ROLE_RATES[family]})
+    sizes, rates = ([math.log(value) for value in column] for column in (held, held.values()))
+    return math.exp(float(np.interp(math.log(num_params), sizes, rates)))
+
+
+def about_of(rows: Sequence[Row], *, unit: str, size: str) -> dict[str, Any]:
+    """What runs of a size have in common. Parameters are counted by fp32 AdamW's state."""
+    adamw = [int(row["state_bytes"]) for row in rows if row["label"].partition("@")[0].partition("_")[0] == ADAMW]
+    state = adamw[0] if adamw else round(int(rows[0]["state_bytes"]) / float(rows[0]["state_fraction"]))
+    steps = int(rows[0].get("steps") or rows[0]["num_steps"])
+    about: dict[str, Any] = {"unit": unit, "num_params": state // 8, "size": size, "steps": steps}
+    return about | {"horizon": f"{steps} steps, data that hardly repeat"}
+
+
+def fit(
+    roles: Sequence[Row],
+    *,
+    formats: Sequence[Row] = (),
+    product: Sequence[Row] = (),
+) -> dict[str, Any]:
+    """The file. `roles`: rows of the role study, at one or several sizes; `formats`: of formats of the weights;
+    `product`: of runs of sizes through the command."""
     made: dict[str, Any] = {}
     for family, unit in UNITS.items():
         own = [row for row in roles if row["task"] == family]
-        if own:
-            adamw = next(int(row["state_bytes"]) for row in own if row["label"].startswith("adamw_b95"))
-            steps = int(own[0]["steps"])
-            about = {"unit": unit, "num_params": adamw // 8, "size": own[0]["size"], "steps": steps}
-            about["horizon"] = f"{steps} steps, data that hardly repeat"
-            made[family] = family_of_rows(settings_of_roles(own, family), base=BASE, about=about, unit=1.0)
-            made[family]["weights"] = formats_of(product, family)
+        sizes: list[dict[str, Any]] = []
+        for size in dict.fromkeys(row["size"] for row in own):
+            rows = [row for row in own if row["size"] == size]
+            about = about_of(rows, unit=unit, size=size)
+            factor = own_rate(family, about["num_params"]) / ROLE_RATES[family]
+            sizes.append(family_of_rows(settings_of_roles(rows, family), base=BASE, about=about, unit=factor))
+        for (of, size), groups in PRODUCT_SIZES.items():
+            rows = [row for row in product if of == family and row["group"] in groups]
+            if rows:
+                about = about_of(rows, unit=unit, size=size)
+                for held in sizes:
+                    if 1 / ALIKE_SIZES < held["num_params"] / about["num_params"] < ALIKE_SIZES:
+                        held["num_params"] = about["num_params"]
+                settings = settings_of_product(rows, rate=own_rate(family, about["num_params"]))
+                sizes.append(family_of_rows(settings, base=BASE, about=about, unit=1.0))
+        if sizes:
+            whole = carry_over(sorted(sizes, key=lambda held: held["num_params"]))
+            # Of two ways to measure one size the later has what was carried over from the other.
+            by_size = {held["num_params"]: held for held in whole}
+            weights = formats_of(formats, family)
+            made[family] = [{**held, "weights": weights} for held in by_size.values()]
     return {"command": "python -m experiments.analysis.fit_measured", "families": rounded(made)}
 
 
@@ -361,27 +615,40 @@ def rounded(value: Any) -> Any:
     return [rounded(held) for held in value] if isinstance(value, list) else value
 
 
-def text_of(held: Mapping[str, Any]) -> str:
-    return json.dumps(held, indent=1) + "\n"
+def text_of(held: Any, *, indent: str = "") -> str:
+    """Values as JSON, in lines of WIDE characters where they can be divided."""
+    line = json.dumps(held)
+    if len(line) + len(indent) <= WIDE or not isinstance(held, dict | list):
+        return line
+    inner = indent + " "
+    if isinstance(held, dict):
+        parts = [f"{json.dumps(key)}: {text_of(value, indent=inner)}" for key, value in held.items()]
+    else:
+        parts = [text_of(value, indent=inner) for value in held]
+    ends = "{}" if isinstance(held, dict) else "[]"
+    return f"{ends[0]}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{ends[1]}"
 
 
 def shipped() -> str:
     """The file as the recorded rows give it."""
-    return text_of(fit(read_rows(RESULTS / "role_table.csv"), product=read_rows(RESULTS / "product_runs.csv")))
+    roles = [row for name in ROLE_ROWS for row in read_rows(RESULTS / name)]
+    product = [row for name in PRODUCT_ROWS for row in read_rows(RESULTS / name)]
+    return text_of(fit(roles, formats=read_rows(RESULTS / "product_runs.csv"), product=product)) + "\n"
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = shipped()
     OUT.write_text(found, encoding="utf-8")
-    for name, family in json.loads(found)["families"].items():
-        print(f"{name}: reference {family['reference']}, {family['size']}, {family['horizon']}")
-        for one in family["recipes"]:
-            change = one["change"]
-            print(
-                f"  {one['recipe']['name']:16s} {one['value']:.4f} ({one['sd']:.4f}) {change['mean']:+.4f} "
-                f"({change['sd']:.4f}) n {change['n']} rate x{one['rate']:g}"
-            )
+    for name, sizes in json.loads(found)["families"].items():
+        for held in sizes:
+            print(f"{name}: {held['num_params']:,} parameters, reference {held['reference']}, {held['horizon']}")
+            for one in held["recipes"]:
+                change = one["change"]
+                print(
+                    f"  {one['recipe']['name']:16s} {one['value']:.4f} ({one['sd']:.4f}) {change['mean']:+.4f} "
+                    f"({change['sd']:.4f}) n {change['n']} rate x{one['rate']:.3g} {change.get('carried', '')}"
+                )
 
 
 if __name__ == "__main__":

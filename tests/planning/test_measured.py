@@ -2,18 +2,31 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import select
-from baoc.core.measured import KAPPA, Change, Family, MeasuredRecipe, faded_rate, families, family_of, nearest_family
+from baoc.core.measured import (
+    KAPPA,
+    Change,
+    Family,
+    MeasuredRecipe,
+    faded_rate,
+    families,
+    family_from_plain,
+    family_of,
+    nearest_family,
+    nearest_size,
+)
 from baoc.core.recipes import RECIPES, measured_table, tuning_of
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.planning.budgeted import total_numel
 from baoc.planning.measured import MIXED, PRETRAINED_ARGUMENT, selection_penalty
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.proposals import proposals
-from baoc.types import Budget, ParamInfo, Plan, Role
+from baoc.types import Budget, ParamInfo, Part, Plan, Role
 from tests.support.planners import planner as made_up
 from tests.support.transformers import WIDTH, llama, within
 
@@ -206,7 +219,7 @@ def test_the_least_that_is_named_is_enough_and_a_byte_less_is_not(
 def test_candidates_have_the_measured_change_of_their_role_and_else_their_prior():
     settings = PlannerSettings(risk="measured", family="language")
     of = Planner(llama(), budget=Budget(name="some"), settings=settings)
-    entries = families()["language"].roles["embedding"]
+    entries = families()["language"][0].roles["embedding"]
     embedding = next(block.name for block in of.blocks if block.role is Role.EMBEDDING)
     terms = {one.spec: set(one.risk.terms) for one in of.candidates(risk="measured", profile=None)[embedding]}
     measured = {spec for spec in terms if spec in entries}
@@ -235,7 +248,7 @@ def peak(recipe: str, *, weights: str) -> int:
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planners that a planner makes know the same family."""
-    monkeypatch.setattr("baoc.planning.budgeted.families", lambda: {"language": ONE_BEATS_ADAMW})
+    monkeypatch.setattr("baoc.planning.budgeted.families", lambda: {"language": (ONE_BEATS_ADAMW,)})
 
 
 @pytest.mark.usefixtures("known")
@@ -349,8 +362,11 @@ def test_a_mixture_is_the_best_entry_that_fits_by_brute_force():
 
 def test_no_spec_s_changes_by_role_add_up_in_the_shipped_table():
     """Where one does, mixtures of several roles could be told: LOG 2026-11-30 has why there are none."""
-    rules = [rule for family in measured_table().values() for rule in family["rules"].values()]
-    assert rules and not any(rule["additive"] for rule in rules)
+    sizes = [size for sizes in measured_table().values() for size in sizes]
+    additive = [(size, spec) for size in sizes for spec, rule in size["rules"].items() if rule["additive"]]
+    assert [spec for _, spec in additive] == ["muon_int4"]  # of the Llama of 6.6M
+    size = additive[0][0]
+    assert all(entries["muon_int4"]["mean"] > 0 for entries in size["roles"].values() if "muon_int4" in entries)
 
 
 def test_a_mixture_makes_a_budget_that_the_base_does_not_meet():
@@ -400,10 +416,151 @@ def test_a_multiple_of_the_rate_fades_with_the_distance_in_size():
     assert far.basis is not None and not far.basis.lr and "not measured at" in far.basis.text
 
 
+SIZES = tuple(replace(FAMILY, size=size, num_params=n) for size, n in (("1M", 10**6), ("4M", 4 * 10**6), ("1G", 10**9)))
+
+
+@pytest.mark.parametrize(
+    ("num_params", "size"),
+    [
+        *[(1, "1M"), (10**6, "1M"), (1_999_999, "1M")],
+        *[(2 * 10**6, "1M"), (2_000_001, "4M")],  # of two as near, the smaller
+        *[(4 * 10**6, "4M"), (60 * 10**6, "4M"), (70 * 10**6, "1G"), (10**12, "1G")],
+    ],
+)
+def test_a_network_goes_by_the_size_nearest_by_its_ratio(num_params: int, size: str):
+    for sizes in (SIZES, SIZES[::-1]):
+        found = nearest_size(sizes, num_params=num_params)
+        assert found is not None and found.size == size
+    assert nearest_size((), num_params=num_params) is None
+
+
+def larger_family(**more: object) -> Family:
+    """A size at which 8-bit Muon with FOAM on queries and keys is the best, and another recipe is carried over."""
+    carried = replace(whole("foam8_lean", 0.2), change=Change(mean=0.2, sd=0.002, n=4, carried="1M"))
+    recipes = (whole("muon8_qk", -0.06, rate=2.0), ZERO, carried, whole("adamw", 0.26))
+    given = {"size": "9M", "num_params": 9 * 10**6, "recipes": recipes} | more
+    return replace(FAMILY, **given)  # pyright: ignore[reportArgumentType]
+
+
+def wide() -> list[ParamInfo]:
+    """The small network, four times as wide."""
+    return [replace(param, shape=tuple(4 * size for size in param.shape)) for param in llama()]
+
+
+@pytest.fixture
+def two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family whose larger size is nearer to `wide()`, its smaller one to `llama()`."""
+    sizes = (replace(FAMILY, num_params=10**5), larger_family(num_params=total_numel(wide())))
+    monkeypatch.setattr("baoc.planning.budgeted.families", lambda: {"language": sizes, "vision": sizes[1:]})
+
+
+def of_sizes(params: list[ParamInfo], fraction: float = 0.5, **settings: object) -> Planner:
+    given = {"risk": "measured", "family": "language"} | settings
+    budget = Budget(name="some", state_fraction=fraction)
+    return Planner(params, budget=budget, settings=PlannerSettings(**given))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("two_sizes")
+def test_the_choice_follows_the_size_and_blocks_are_by_part_where_its_best_recipe_names_parts():
+    small, large = of_sizes(llama()), of_sizes(wide())
+    assert (small.settings.blocks_by, large.settings.blocks_by) == ("layer_role", "layer_part")
+    plans = small.propose(), large.propose()
+    assert [plan.basis.recipe for plan in plans if plan.basis] == ["muon8_lean", "muon8_qk"]
+    parts = {block.part for block in plans[1].blocks if block.role is Role.ATTENTION}
+    by_part = {block.part: plans[1].allocation.choices[block.name] for block in plans[1].blocks if block.part}
+    assert parts == {Part.QK, Part.VO} and by_part[Part.QK] == "foam_l2_int8" and by_part[Part.VO] == "muon_int8"
+    tuning = tuning_of(plans[1])
+    assert tuning is not None
+    of_queries = next(block for block in plans[1].blocks if block.part is Part.QK)
+    tuned = tuning.of(of_queries, rule="foam_l2")
+    assert tuned is not None and tuned.lr == 4.0  # twice the recipe's twice
+    assert (
+        plans[1].basis is not None and "2 times AdamW's learning rate, 4 times on attention_qk" in plans[1].basis.text
+    )
+
+
+@pytest.mark.usefixtures("two_sizes")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"risk": "prior"},
+        {"family": None},
+        {"allocator": "uniform_adamw8bit"},
+        {"blocks_by": "layer"},
+        {"recipe": RECIPES["adamw"]},
+        {"family": "auto", "task": "vision"},  # a family that it is not of
+    ],
+)
+def test_blocks_stay_as_asked_for_where_nothing_is_chosen_by_measurements(settings: Mapping[str, object]):
+    made = of_sizes(wide(), 1.0, **settings)
+    assert made.settings.blocks_by == settings.get("blocks_by", "layer_role")
+
+
+@pytest.mark.usefixtures("two_sizes")
+def test_a_rank_that_holds_a_part_of_the_network_goes_by_the_size_of_the_whole():
+    shards = [replace(param, shape=(param.shape[0] // 2, *param.shape[1:]), whole=param.shape) for param in wide()]
+    made, whole_network = of_sizes(shards), of_sizes(wide())
+    assert made.family == whole_network.family and made.num_params == whole_network.num_params
+
+
+@pytest.mark.parametrize(
+    ("num_params", "text"),
+    [
+        (180_000, "measured at 1M, carried over to 9M, 600 steps; this network has"),
+        (9 * 10**6, "measured at 1M, carried over to 9M, 600 steps"),
+    ],
+)
+def test_the_text_says_what_was_carried_over_and_how_far_the_network_is(num_params: int, text: str):
+    of = planner(0.12, family=larger_family(recipes=larger_family().recipes[1:]))
+    assert of.num_params < 10**6
+    of.num_params = num_params
+    basis = of.propose().basis
+    assert basis is not None and basis.recipe == "foam8_lean" and text in basis.text
+    assert "about 2.2 (0.01)" in basis.text
+    assert ("0.02 times the 9,000,000 there" in basis.text) is (num_params < 10**6)
+
+
+def test_multiples_of_roles_fade_as_those_of_recipes():
+    of = planner(0.5, family=larger_family(num_params=10**3), blocks_by="layer_part")
+    of.num_params = 10**4
+    basis = of.propose().basis
+    assert basis is not None and basis.lr["attention_qk"] == pytest.approx(2**0.5) == basis.lr["muon"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"recipes": [{"recipe": {"name": "x"}}]},
+        {"roles": {"head": {"adamw": {"mean": 0.1}}}},
+        {"roles": {"head": {"adamw": {"mean": 0.1, "sd": 0.1, "n": 2, "from": "nano"}}}},
+        {"weights": {"split8": {"mean": 0.1}}},
+    ],
+)
+def test_a_damaged_size_of_the_table_is_refused(damage: Mapping[str, object]):
+    node = measured_table()["language"][0]
+    assert family_from_plain("language", node) == families()["language"][0]
+    with pytest.raises((TypeError, KeyError)):
+        family_from_plain("language", {**node, **damage})
+    for key in node.keys() - {"rules"}:
+        with pytest.raises(KeyError, match=key):
+            family_from_plain("language", {name: value for name, value in node.items() if name != key})
+
+
+def test_the_shipped_sizes_are_apart_and_the_smallest_ran_all_it_has():
+    for sizes in families().values():
+        counts = [size.num_params for size in sizes]
+        assert all(b > 2 * a for a, b in pairwise(counts))
+        assert not any(one.change.carried for one in sizes[0].recipes)
+        assert all({one.name for one in a.recipes} <= {one.name for one in b.recipes} for a, b in pairwise(sizes))
+    assert [size.ranked(KAPPA)[0].name for size in families()["language"]] == [
+        "muon8_lean_m90", "muon8_qk", "muon8_qk_m90", "muon8_qk_m90"
+    ]  # fmt: skip
+
+
 def test_the_shipped_table_names_its_reference_and_where_it_was_measured():
-    for family in families().values():
+    for family in (family for sizes in families().values() for family in sizes):
         assert family.recipe(family.reference).change.mean == 0 and family.recipe(family.reference).uniform
-        assert "adamw" in family.recipes[0].changes_against and family.num_params > 1e5 and family.steps >= 400
+        assert "adamw" in family.recipes[0].changes_against and family.num_params > 1e5 and family.steps >= 200
         assert all(one.change.n >= 2 for one in family.recipes)
 
 

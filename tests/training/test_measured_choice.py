@@ -31,7 +31,7 @@ from baoc.types import ImageDataSpec, Role, StateKind
 from tests.support.ranks import group
 from tests.support.tiny import tiny_trainer
 
-LANGUAGE = families()["language"]
+LANGUAGE = families()["language"][0]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,31 @@ def test_a_resume_keeps_the_rates_that_were_chosen_whatever_a_newer_table_has(ll
     again.load_state_dict(saved)
     rates = {slot.tuned.lr for live in again.registry.live.values() for slot in live.slots if slot.tuned is not None}
     assert rates == {0.125}
+
+
+def test_a_resume_keeps_what_ran_where_a_newer_table_cuts_blocks_by_part(
+    llama: nn.Module, monkeypatch: pytest.MonkeyPatch
+):
+    def step(optimizer: BaocOptimizer) -> None:
+        for param in llama.parameters():
+            param.grad = torch.full_like(param, 0.01)
+        optimizer.step()
+
+    first = BaocOptimizer(llama, budget="state_15", lr=1e-3)
+    step(first)
+    saved = first.state_dict()
+    newer = next(size for size in families()["language"] if size.ranked(1.0)[0].name == "muon8_qk")
+    monkeypatch.setattr("baoc.planning.budgeted.families", lambda: {"language": (newer,)})
+    again = BaocOptimizer(llama, budget="state_15", lr=1e-3)
+    assert again.plan.basis is not None and again.plan.basis.recipe == "muon8_qk"
+    again.load_state_dict(saved)
+    ran, runs = (
+        {p.name: live.spec.name for live in one.registry.live.values() for p in live.block.params}
+        for one in (first, again)
+    )
+    assert runs == ran and len(again.plan.blocks) > len(first.plan.blocks)
+    assert tuning_of(again.plan) == tuning_of(first.plan)
+    step(again)
 
 
 def test_names_without_a_module_are_planned_alike(llama: nn.Module):

@@ -1,12 +1,23 @@
 """Resumes from a checkpoint of another budget, catalogue or partition into blocks: the plan, and notes for the user."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from baoc.core.catalogue import device_spec_name
 from baoc.planning.planner import Planner
-from baoc.types import Budget, Plan, Profile
+from baoc.types import Block, Budget, Plan, Profile
 
 AUTO = "auto"
+
+
+def choices_by_part(choices: Mapping[str, str], *, blocks: Iterable[Block]) -> dict[str, str]:
+    """A checkpoint's choices for `blocks` that were cut by part since: a part runs its block's spec. Unchanged if the
+    checkpoint has other blocks than these."""
+    before = {
+        block.name: block.name if block.name in choices or block.part is None else block.name.rpartition(".")[0]
+        for block in blocks
+    }
+    same = set(before.values()) == set(choices)
+    return {name: choices[whole] for name, whole in before.items()} if same else dict(choices)
 
 
 def restore_plan(
