@@ -7,7 +7,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, Self
 
 from baoc.core.blocks import partition
@@ -139,7 +138,7 @@ def measured_at(params: Sequence[ParamInfo], *, settings: PlannerSettings) -> tu
 
 def total_numel(params: Iterable[ParamInfo]) -> int:
     """Elements of a network, with those that other ranks hold."""
-    return sum(prod(param.whole or param.shape) for param in params)
+    return sum(math.prod(param.whole or param.shape) for param in params)
 
 
 def blocks_of_choice(settings: PlannerSettings, *, params: Sequence[ParamInfo]) -> PlannerSettings:
@@ -147,7 +146,8 @@ def blocks_of_choice(settings: PlannerSettings, *, params: Sequence[ParamInfo]) 
     this network names parts."""
     if settings.risk != MEASURED or settings.blocks_by != "layer_role" or settings.recipe is not None:
         return settings
-    if ALLOCATORS[settings.allocator].traits.every_candidate:
+    allocator = ALLOCATORS.get(settings.allocator)  # Planner refuses an unknown one
+    if allocator is None or allocator.traits.every_candidate:
         return settings
     family, extrapolates = measured_at(params, settings=settings)
     if family is None or extrapolates:
