@@ -1,6 +1,8 @@
 """The Measurer of a plain loop: a callable of the caller's that runs one forward and backward."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,6 +15,15 @@ from baoc.types import Footprint, OptimizerSpec
 REST_SHARE = 0.2  # of the seconds that a latency table may take, for timing forward and backward
 
 
+def shapes_of(batch: Any) -> Any:
+    """Shapes and types of a batch's tensors, as plain values."""
+    if isinstance(batch, Tensor):
+        return [list(batch.shape), str(batch.dtype)]
+    if isinstance(batch, Mapping):
+        return {str(key): shapes_of(value) for key, value in batch.items()}
+    return [shapes_of(value) for value in batch] if isinstance(batch, list | tuple) else type(batch).__name__
+
+
 class CallerProbe:
     """Measures by the caller's `run`, which returns a loss or runs backward itself.
 
@@ -22,11 +33,12 @@ class CallerProbe:
 
     accumulation = 1
     upkeep_bytes = 4  # that the check for non-finite gradients reads
+    inputs: Any = None  # of the module, from the second run on, unless something is compiled: a hook would do it anew
 
     def __init__(self, run: Callable[[], object], *, source: nn.Module | Sequence[Tensor], averaged: bool = False):
         if not callable(run):
             raise BadInputError(f"probe is a {type(run).__name__}: give a function that runs one forward and backward")
-        self._run, self._source, self._averaged = run, source, averaged
+        self._run, self._source, self._averaged, self._ran = run, source, averaged, False
         self._module = source if isinstance(source, nn.Module) else None
         self._all = list(source.parameters()) if isinstance(source, nn.Module) else list(source)
         self._params = [param for param in self._all if param.requires_grad]
@@ -51,12 +63,18 @@ class CallerProbe:
     def _once(self) -> object:
         """Runs `run`; returns the loss if its backward has not run yet, else None."""
         ran_backward: list[bool] = []
-        handles = [p.register_post_accumulate_grad_hook(lambda _: ran_backward.append(True)) for p in self._params]
+        inputs: list[Any] = []
+        note_backward = lambda _: ran_backward.append(True)  # noqa: E731
+        handles: list[Any] = [p.register_post_accumulate_grad_hook(note_backward) for p in self._params]
+        if self._module is not None and self._ran and not _has_compiled():
+            look = lambda _, args, named: inputs.append(shapes_of([args, named]))  # noqa: E731
+            handles.append(self._module.register_forward_pre_hook(look, with_kwargs=True))
         try:
             loss = self._run()
         finally:
             for handle in handles:
                 handle.remove()
+        self._ran, self.inputs = True, inputs or self.inputs
         return None if ran_backward else loss
 
     def _step(self) -> None:
@@ -65,3 +83,8 @@ class CallerProbe:
             loss.backward()
         for param in self._params:
             param.grad = None
+
+
+def _has_compiled() -> bool:
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"]["total"])

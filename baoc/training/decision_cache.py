@@ -1,10 +1,12 @@
-"""The cache of decisions: the same run on the same card does not measure its options again.
+"""The cache of decisions: the same run on the same card does not measure its options again, nor what a refusal named.
 
 An entry is a file named by the hash of everything that the decision rests on: network, batch, card, budget, versions,
-settings. Entries that are damaged, of another key, or in a folder that another user can write to are ignored.
+settings. A refusal's `Least` rests on the same, but for the budget's bytes. Entries that are damaged, of another key or
+in a folder that another user can write to are ignored.
 """
 
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -14,22 +16,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from baoc.cache import CACHE_VARIABLE, cache_folder, json_sha256, read_private, write_private
 from baoc.config.environment import package_versions
 from baoc.config.options import hash_own_code
 from baoc.config.schema import RunConfig
 from baoc.parallel import ranks
+from baoc.profiling.caller_probe import shapes_of
 from baoc.profiling.latency import source_hash, timing_key
-from baoc.types import Budget, Footprint, LatencyTable, Option, read_plain, to_plain
+from baoc.types import Budget, Footprint, LatencyTable, Option, ParamInfo, read_plain, to_plain
 
 MAX_ENTRIES = 256  # the newest ones are kept
 # Settings that no decision rests on. The length of a run only matters for `Entry.run_s`.
-_RUN = ("name", "seed", "resume", "logger", "checkpoint", "faults")
+_RUN = ("name", "mode", "seed", "resume", "logger", "checkpoint", "faults")
 _TRAINER = (
     *("max_steps", "max_epochs", "max_time", "min_steps", "min_epochs", "log_every_n_steps", "enable_progress_bar"),
     *("enable_model_summary", "val_check_interval", "check_val_every_n_epoch", "limit_val_batches"),
@@ -56,6 +59,50 @@ class Entry:
     in_16_bits: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Least:
+    """The least memory budget that a refusal named: later runs are refused below it, and fit from it on.
+
+    Another process measures the same step up to a few of the allocator's pages larger or smaller. `footprint` was
+    measured within the named budget, with `recomputed` layers. `entry`: the decision within it, with the options that
+    were refused; None where none were searched.
+    """
+
+    num_bytes: int
+    footprint: Footprint
+    recomputed: int
+    entry: Entry | None = None
+
+
+_Stored = TypeVar("_Stored", Entry, Least)
+
+
+def least_key(decision_key: Mapping[str, Any]) -> dict[str, Any]:
+    """What `Least` rests on, where `decision_key` is what the decision rests on."""
+    config = decision_key["config"]
+    return {**decision_key, "config": config | {"budget": config["budget"] | {"memory_bytes": None}}, "least": True}
+
+
+def least_key_of_step(
+    inputs: Any,
+    *,
+    network: nn.Module,
+    infos: Sequence[ParamInfo],
+    settings: object,
+    budget: Budget,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What `Least` rests on, of a step that runs on `inputs` and whose micro-batch is not searched."""
+    return {
+        "config": [repr(settings), to_plain(replace(budget, name="", memory_bytes=None))],
+        "code": _code_of_layers(network),
+        "batches": inputs,
+        "network": json_sha256(repr(network), repr(infos)),
+        "least": True,
+        **_surroundings(device),
+    }
+
+
 def key_of(
     config: RunConfig, *, network: nn.Module, batches: Sequence[Any], budget: Budget, device: torch.device
 ) -> dict[str, Any]:
@@ -68,12 +115,18 @@ def key_of(
     return {
         "config": settings | {"budget": to_plain(replace(budget, name=""))},
         "code": hash_own_code(config) | _code_of_layers(network),
-        "batches": [_shapes(batch) for batch in batches],
-        "ranks": ranks().size,  # several ranks keep buckets of gradients
+        "batches": [shapes_of(batch) for batch in batches],
         "network": json_sha256(
             [type(network).__module__, type(network).__qualname__, repr(network)],
-            [[name, *_shape(tensor), tensor.requires_grad] for name, tensor in tensors],
+            [[name, *shapes_of(tensor), tensor.requires_grad] for name, tensor in tensors],
         ),
+        **_surroundings(device),
+    }
+
+
+def _surroundings(device: torch.device) -> dict[str, Any]:
+    return {
+        "ranks": ranks().size,  # several ranks keep buckets of gradients
         "machine": timing_key(device) | _card(device) | {"source": source_hash([Path(__file__).parents[1]])},
         "versions": {**package_versions(), "python": platform.python_version()},
         "torch": [
@@ -93,12 +146,18 @@ def key_of(
 def _code_of_layers(network: nn.Module) -> dict[str, str]:
     """SHA-256 of the files that define the network's layers, by module name.
 
-    Without those of torch and BAOC, which the key has otherwise, and without the files that these import.
+    Without those of torch and BAOC, which the key has otherwise, and without the files that these import. Of a script
+    that is run, which may say the budget too, it is the text of each class.
     """
-    names = sorted({type(layer).__module__ for layer in network.modules()})
+    kinds = {type(layer) for layer in network.modules()}
+    names = sorted({kind.__module__ for kind in kinds} - {"__main__"})
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     others = {name: Path(file) for name, file in files.items() if file and name.split(".")[0] not in ("torch", "baoc")}
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in others.items() if file.is_file()}
+    code = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in others.items() if file.is_file()}
+    for kind in kinds:
+        with suppress(OSError, TypeError):  # typed at a prompt
+            code |= {kind.__qualname__: json_sha256(inspect.getsource(kind))} if kind.__module__ == "__main__" else {}
+    return code
 
 
 def _card(device: torch.device) -> dict[str, str]:
@@ -110,37 +169,34 @@ def _card(device: torch.device) -> dict[str, str]:
     return {"processor": host, "card": f"{card.name}, {card.total_memory} bytes", "driver": json_sha256(driver)}
 
 
-def _shape(tensor: Tensor) -> list[Any]:
-    return [list(tensor.shape), str(tensor.dtype)]
-
-
-def _shapes(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return _shape(batch)
-    if isinstance(batch, Mapping):
-        return {str(key): _shapes(value) for key, value in batch.items()}
-    return [_shapes(value) for value in batch] if isinstance(batch, list | tuple) else type(batch).__name__
-
-
 def path_of(key: Mapping[str, Any]) -> Path:
     return cache_folder() / f"decision-{json_sha256(key)[:32]}.json"
 
 
 def load_decision(key: Mapping[str, Any]) -> Entry | None:
     """The decision for this key; None if there is no intact one."""
+    entry = _load(Entry, key)
+    return replace(entry, run_s=math.inf) if entry is not None and math.isnan(entry.run_s) else entry
+
+
+def load_least(key: Mapping[str, Any]) -> Least | None:
+    """What a refusal named for this key; None if there is nothing intact."""
+    return _load(Least, key)
+
+
+def _load(kind: type[_Stored], key: Mapping[str, Any]) -> _Stored | None:
     try:
         stored: Any = json.loads(read_private(path_of(key)) or "")
         body = stored["body"]
         if stored["digest"] != json_sha256(body) or body["key"] != json.loads(json.dumps(key)):
             return None
-        entry = read_plain(Entry, body)
-        return replace(entry, run_s=math.inf) if math.isnan(entry.run_s) else entry
+        return read_plain(kind, body)
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def store_decision(key: Mapping[str, Any], entry: Entry) -> None:
-    """Stores a decision for later runs, and deletes the oldest entries."""
+def store_decision(key: Mapping[str, Any], entry: Entry | Least) -> None:
+    """Stores a decision, or what a refusal named, for later runs, and deletes the oldest entries."""
     body = json.loads(json.dumps({"key": key, **to_plain(entry)}))
     write_private(path_of(key), json.dumps({"digest": json_sha256(body), "body": body}))
     with suppress(OSError):

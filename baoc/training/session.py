@@ -43,13 +43,14 @@ from baoc.planning.candidates import why_inapplicable
 from baoc.planning.messages import too_small
 from baoc.planning.microbatch import RATE_TOLERANCE, smallest_number
 from baoc.planning.planner import Planner
-from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, uncapped
+from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, free_bytes, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
 from baoc.profiling.cuda_emulation import SMALL_PAGE
 from baoc.profiling.footprint import PAGES_BYTES
 from baoc.profiling.memory import least_budget_with_same_pages
 from baoc.profiling.step_temporaries import step_temporaries
 from baoc.profiling.step_time import specs_timed_first, time_specs, with_link_rates
+from baoc.training.decision_cache import Least, least_key_of_step, load_least, store_decision
 from baoc.training.reallocator import Reallocator
 from baoc.types import Block, Budget, Footprint, LatencyTable, OptimizerSpec, ParamInfo, Plan, Role
 
@@ -105,6 +106,7 @@ class Measurer(Protocol):
 
     accumulation: int  # micro-batches of a step
     upkeep_bytes: int  # per element that a step moves beside what `rest_seconds` times
+    inputs: Any  # what a step runs on, as plain values; None if that is not known
 
     def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
         """Bytes of a step without optimizer state. `released`: the parameters of each block under gradient release."""
@@ -230,25 +232,50 @@ class Session:
             if exact or not needs_confirmation(self.device, error):
                 raise
             refusal = error.without_frames()
-        raise self.confirm_refusal(refusal, replan=replan)
+        raise self.confirm_refusal(refusal, replan=replan, key=self._least_key(measurer))
 
-    def confirm_refusal(self, refusal: InfeasibleBudgetError, *, replan: Callable[[], None]) -> InfeasibleBudgetError:
+    def _least_key(self, measurer: Measurer) -> dict[str, Any] | None:
+        """What the least budget of a refusal rests on; None if it is not confirmed, or if the step is not known."""
+        module = self.module
+        if measurer.inputs is None or module is None or self.budget.memory_bytes is None or not confirms(self.device):
+            return None
+        common = {"infos": self.infos, "settings": self.settings, "budget": self.budget, "device": self.device}
+        return least_key_of_step(measurer.inputs, network=module, **common)
+
+    def confirm_refusal(
+        self, refusal: InfeasibleBudgetError, *, replan: Callable[[], None], key: Mapping[str, Any] | None = None
+    ) -> InfeasibleBudgetError:
         """Returns the refusal with a least budget that was planned for, by `replan` under larger budgets.
 
-        Afterwards `plan` and `planner` belong to one of these and must not be used.
+        With a `key` it is kept for later processes; what an earlier one named is named again if it is enough still.
+        Afterwards `plan` and `planner` belong to one of these budgets and must not be used.
         """
-        budget = self.budget
+        budget, least = self.budget, None
+        known = load_least(key) if key is not None else None
         log.info("no plan fits budget %s: larger ones are measured for the least", budget.name)
+        planned: dict[int, Least] = {}
 
         def plan_at(num_bytes: int) -> int:
             clear_cache(self.device)
             self.budget = replace(budget, memory_bytes=num_bytes)
             cap_device(self.device, budget=self.budget)
             replan()
+            if self.planner.footprint is not None:
+                planned[num_bytes] = Least(
+                    num_bytes=num_bytes, footprint=self.planner.footprint, recomputed=self._num_recomputed()
+                )
             return self.plan.least_feasible_bytes
 
-        page_start = partial(least_budget_with_same_pages, self.device)
-        least = least_confirmed_bytes(refusal, plan_at=plan_at, page_start=page_start)
+        if known is not None and known.num_bytes > refusal.budget_bytes:
+            with suppress(InfeasibleBudgetError, BadInputError, torch.OutOfMemoryError):
+                plan_at(known.num_bytes)
+                least = known.num_bytes
+        if least is None:
+            page_start = partial(least_budget_with_same_pages, self.device)
+            least = least_confirmed_bytes(refusal, plan_at=plan_at, page_start=page_start)
+            # A card that others had filled tells nothing about the step.
+            if key is not None and least is not None and free_bytes(self.device) >= least:
+                store_decision(key, planned[least])
         self.budget = budget
         if self.settings.checkpointing == "auto" and self.module is not None:
             self.recompute(0)  # as the module was, for whoever catches the refusal
@@ -273,8 +300,7 @@ class Session:
             resharding.switch(reshards)
             self.reshards = reshards
             replan()
-            searched = self.settings.checkpointing == "auto" and self.module is not None
-            return self.plan.allocation.risk, count_recomputed_layers(self.module) if searched and self.module else 0
+            return self.plan.allocation.risk, self._num_recomputed() if self.settings.checkpointing == "auto" else 0
 
         risk, num_layers = plan_with(True)
         footprint, max_risk = self.planner.footprint, _about_equal_risk(risk)
@@ -371,6 +397,9 @@ class Session:
             )
         return recomputable_layers(self.module)
 
+    def _num_recomputed(self) -> int:
+        return 0 if self.module is None else count_recomputed_layers(self.module)
+
     def recompute(self, number: int) -> None:
         assert self.module is not None
         set_recomputed(self.module, number)
@@ -419,11 +448,18 @@ class Session:
             clear_cache(self.device)
             in_bf16_footprint, _ = self._measure_footprint(measurer, params_to_cast=self.bf16_params, try_native=False)
             fits = is_planned(in_bf16_footprint)
+        key, allowed = self._least_key(measurer), self.budget.memory_bytes or 0
+        least = load_least(key) if key is not None else None
+        least = None if least is None or least.recomputed != self._num_recomputed() else least
+        if known_footprint is None and least is not None and allowed >= least.num_bytes:
+            known_footprint = least.footprint
         if not fits and known_footprint is not None:
             clear_cache(self.device)
             fits = is_planned(self.known_or_measured(self.with_context(footprint), known=known_footprint))
         if not fits:
             raise min(refusals, key=lambda error: error.least_feasible_bytes)
+        if least is not None and allowed < least.num_bytes and self._is_near(least.footprint):
+            raise too_small(self.planner, allowed_bytes=allowed, least_bytes=least.num_bytes)
         if full is not None and self.budget.step_time is not None:
             raise BadInputError(
                 f"budget.step_time={self.budget.step_time:g} needs seconds of a step, and the device has no room to "
@@ -500,10 +536,17 @@ class Session:
         return replace(footprint, context_bytes=now)
 
     def known_or_measured(self, measured: Footprint, *, known: Footprint) -> Footprint:
-        """`known` if `measured` exceeds it by no more than PAGES_BYTES, else `measured`."""
-        known = self.with_context(known)
+        """`known` if `measured` exceeds it by no more than PAGES_BYTES, else `measured`.
+
+        A context that has grown counts in the excess alone: the cap goes by the present one, so the budget holds.
+        """
         excess = measured.peak_bytes(state_bytes=0) - known.peak_bytes(state_bytes=0)
         return known if excess <= PAGES_BYTES else measured
+
+    def _is_near(self, known: Footprint) -> bool:
+        """True if the planned footprint is less than a page of each size below `known`: else the step has changed."""
+        assert self.planner.footprint is not None
+        return known.peak_bytes(state_bytes=0) - self.planner.footprint.peak_bytes(state_bytes=0) <= PAGES_BYTES // 2
 
     # -- seconds --------------------------------------------------------------------------------------------------
 
@@ -810,7 +853,12 @@ def needs_confirmation(device: torch.device, refusal: InfeasibleBudgetError) -> 
     cap, or with bf16 weights.
     """
     other_limit = refusal.least_step_s is not None or refusal.least_host_bytes is not None
-    return device.type == "cuda" and refusal.budget_bytes > 0 and not other_limit and ranks() is SINGLE_PROCESS
+    return confirms(device) and refusal.budget_bytes > 0 and not other_limit
+
+
+def confirms(device: torch.device) -> bool:
+    """True if refusals on this device are confirmed. Elsewhere bytes are counted, the same in each process."""
+    return device.type == "cuda" and ranks() is SINGLE_PROCESS
 
 
 def least_confirmed_bytes(

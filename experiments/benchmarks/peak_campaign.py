@@ -13,9 +13,9 @@ row has the whole excess and the stretch that held most.
 
 `--device cuda --side 16` takes a GPU, and draws sizes and doors as well: run.py with a micro-batch or with a decision,
 BaocStrategy, and BaocOptimizer in a plain loop with and without a probe. The least budget is what the refusal of a
-smaller one names; where a try is given just that, another process asks for one byte less, and must be refused. As the
-allocator is capped, a run that needs more than its budget ends, which is a fault. Processes that share the card tell
-their own bytes by the driver; where it does not tell them apart, one runs at a time.
+smaller one names; where a try is given just that, another process asks for one byte less, and must be refused by the
+same number. As the allocator is capped, a run that needs more than its budget ends, which is a fault. Processes that
+share the card tell their own bytes by the driver; where it does not tell them apart, one runs at a time.
 
 The table gets a row per try as soon as it is over, and a second call goes on with the tries that have none. The exit
 code is the number of faults.
@@ -349,7 +349,10 @@ def one_try(number: int, *, seed: int, folder: Path, device: str) -> Try:
     one_less = ""
     if budget == least and outcome == "met" and device == "cuda":
         one_less = asked(least - 1, name="one_less", steps=steps)
-        one_less = "refused" if one_less.startswith("InfeasibleBudgetError") else one_less or "trained"
+        if one_less.startswith("InfeasibleBudgetError"):
+            again = int((folder / "one_less" / "least").read_text())
+            one_less = "refused" if again == least else f"refused, {again} named"
+        one_less = one_less or "trained"
     contexts = {path.read_text() for path in folder.glob("*/context")}
     return Try(
         number=number,

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import linecache
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,19 @@ from torch import nn
 from baoc.cache import CACHE_VARIABLE, read_private, write_private
 from baoc.config.schema import ModelConfig, RunConfig
 from baoc.core.budgets import parse_budget
+from baoc.profiling import describe
 from baoc.training import decision_cache
-from baoc.training.decision_cache import Entry, key_of, load_decision, path_of, store_decision
+from baoc.training.decision_cache import (
+    Entry,
+    Least,
+    key_of,
+    least_key,
+    least_key_of_step,
+    load_decision,
+    load_least,
+    path_of,
+    store_decision,
+)
 from baoc.types import LatencyTable
 from tests.support.planners import footprint, option
 from tests.support.training_runs import config
@@ -131,6 +143,61 @@ def test_what_a_run_is_called_and_how_long_it_is_does_not_matter():
     assert load_decision(key(longer)) is not None
 
 
+def named(**changes: Any) -> Least:
+    return replace(Least(num_bytes=7 * 2**30, footprint=footprint(8), recomputed=2, entry=entry(run_s=7.0)), **changes)
+
+
+def key_of_step(network: nn.Module | None = None, *, inputs: Any = (4, 3), budget: str = "8gb", settings: Any = "of 1"):
+    network = network or nn.Linear(3, 3)
+    given = {"settings": settings, "budget": parse_budget(budget), "device": CPU}
+    return least_key_of_step(inputs, network=network, infos=describe(network), **given)
+
+
+@pytest.mark.parametrize("made", [named(), named(entry=None)])
+def test_what_a_refusal_named_is_there_for_every_budget_of_bytes(made: Least):
+    store_decision(least_key(key()), made)
+    assert repr(load_least(least_key(key(budget="1gb")))) == repr(made) and load_decision(key()) is None
+    assert load_least(least_key(key(budget="state_25"))) is None and load_least(key_of_step()) is None
+    store_decision(key_of_step(), made)
+    assert repr(load_least(key_of_step(budget="1gb"))) == repr(made)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"network": nn.Linear(3, 4)},
+        {"network": nn.Linear(3, 3, dtype=torch.bfloat16)},
+        {"network": nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1))},
+        {"inputs": (5, 3)},
+        {"budget": "state_25"},
+        {"settings": "of 2"},
+    ],
+    ids=str,
+)
+def test_what_was_named_of_a_step_is_there_for_no_other_step(other: dict[str, Any]):
+    store_decision(key_of_step(), named())
+    assert load_least(key_of_step(**other)) is None and load_least(key_of_step()) is not None
+
+
+def test_a_script_that_asks_for_what_was_named_is_the_same_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It has the budget beside its classes, and is edited to ask for another."""
+    file = tmp_path / "a_script.py"
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def after(budget: str, forward: str) -> dict[str, Any]:
+        file.write_text(f"from torch import nn\n\nclass Net(nn.Linear):\n    forward = {forward}\n\n{budget}\n")
+        sys.modules.pop("a_script", None)
+        linecache.clearcache()
+        made = import_module("a_script").Net
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["a_script"])
+        made.__module__ = "__main__"
+        return key_of_step(made(3, 3))["code"]
+
+    first = after("BUDGET = 1", "nn.Linear.forward")
+    assert len(first) == 1 and after("BUDGET = 234", "nn.Linear.forward") == first
+    assert after("BUDGET = 1", "nn.Linear.__call__") != first
+
+
 def torn(path: Path) -> None:
     path.write_text(path.read_text()[: path.stat().st_size // 2])
 
@@ -178,6 +245,9 @@ def test_what_is_not_whole_or_not_ones_own_is_none_and_is_written_anew(damage: A
     own_cache.chmod(0o700)
     store_decision(key(), entry())
     assert load_decision(key()) is not None
+    store_decision(key_of_step(), named())
+    damage(path_of(key_of_step()))
+    assert load_least(key_of_step()) is None
 
 
 def test_several_processes_at_once_leave_whole_ones(own_cache: Path):

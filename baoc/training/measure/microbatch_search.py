@@ -8,7 +8,8 @@ checkpointing), gradient release, compiled layers; each with the plan of optimiz
 3. `MicroBatchSearch.plan_options` plans each option, a (micro-batch, recomputed layers, release), within the budget.
 4. `planning.choice.choose_option` measures the most promising options as training will run them, and takes the best by
    `objective`, in about DECIDING_S seconds.
-5. The table of options is printed and written as options.csv. If none fits, the refusal names a budget that was tried.
+5. The table of options is printed and written as options.csv. If none fits, the refusal names a budget that was tried,
+   and later processes go by it (`decision_cache.Least`).
 """
 
 import gc
@@ -57,7 +58,16 @@ from baoc.profiling.step_time import specs_timed_first, time_specs
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, on_device_as_bf16
-from baoc.training.decision_cache import Entry, key_of, load_decision, path_of, store_decision
+from baoc.training.decision_cache import (
+    Entry,
+    Least,
+    key_of,
+    least_key,
+    load_decision,
+    load_least,
+    path_of,
+    store_decision,
+)
 from baoc.training.measure.benchmark_steps import FEW, WARM, WARM_RELEASED
 from baoc.training.measure.measurements import Measurements, OptionKey
 from baoc.training.measure.microbatches import REHEARSED_S, TIMED_S, MicroBatchRunner
@@ -66,6 +76,7 @@ from baoc.training.resume import decision_of, with_decision, write_decision
 from baoc.training.session import (
     Session,
     SessionSettings,
+    confirms,
     largest_shards,
     least_confirmed_bytes,
     make_profiler,
@@ -159,17 +170,30 @@ def decide(
         with phases("the key"):
             cache_key = search.cache_key()
             entry, choice = search.ranks.broadcast_result(lambda: load_decision(cache_key)), None
-        if entry is None or not search.confirm(entry):
+            allowed = search.budget.memory_bytes
+            kept_least = least_key(cache_key)
+            least = load_least(kept_least) if allowed is not None and confirms(search.device) else None
+            named = least.entry if least is not None else None  # the decision within the least budget
+        if least is not None and named is not None and entry is None and (allowed or 0) < least.num_bytes:
+            search.plan_by(named.footprint)
+            options = list(named.options)
+        elif entry is not None and search.confirm(entry):
+            options = list(entry.options)
+        else:
             choice = search.search(began=began, tell=tell)
-            entry = search.cache_entry(choice)
+            entry, options = search.cache_entry(choice), list(choice.options)
+            if entry is None and named is not None and search.confirm(named):
+                entry = named
+                options = [*(option for option in options if option.key != named.chosen.key), named.chosen]
             if entry is not None:
                 store_decision(cache_key, entry)
-        options = list(choice.options if choice is not None else entry.options if entry is not None else ())
         write_options(options, run_dir=run_dir, objective=config.objective)
         compile_s = search.measurements.compile_seconds(entry.chosen.key) if entry is not None else 0.0
         phases.seconds["else"] = max(0.0, monotonic() - began - phases.total_s)
         account: dict[str, Any] = {"kept": True}
         how = f": taken over from {path_of(cache_key)}, as its bytes were found again"
+        if choice is None and entry is None:
+            how = f": refused as before, by {path_of(kept_least)}"
         if choice is not None:
             rivals = [option.name for option in choice.rivals]
             account = {"measured": choice.num_measured, "won": choice.won, "left": rivals, "left_gain": choice.gain}
@@ -184,18 +208,29 @@ def decide(
             )
             refusal = refuse()
             searched = search.device
+            if choice is None and least is not None:
+                raise refuse(least_bytes=least.num_bytes)
             if not needs_confirmation(searched, refusal):
                 raise refusal
             del search
             stack.close()  # the device is as it was before
             named = format_bytes(refusal.least_feasible_bytes)
             console.say(f"no option fits budget {config.budget.name}: budgets around {named} are tried for the least")
-            least = least_confirmed_bytes(
+            within: dict[int, Entry] = {}
+            found = least_confirmed_bytes(
                 refusal,
-                plan_at=partial(_least_peak, config, task=task, data=data, device=device, settings=settings),
+                plan_at=partial(
+                    _least_peak, config, task=task, data=data, device=device, settings=settings, within=within
+                ),
                 page_start=partial(least_budget_with_same_pages, searched),
             )
-            raise refusal if least is None else refuse(least_bytes=least)
+            # A card that others had filled tells nothing about the step.
+            if found is not None and confirms(searched) and free_bytes(searched) >= found:
+                decided = replace(within[found], options=tuple(options), run_s=math.inf)
+                recomputed, footprint = decided.chosen.recomputed, decided.footprint
+                kept = Least(num_bytes=found, footprint=footprint, recomputed=recomputed, entry=decided)
+                store_decision(kept_least, kept)
+            raise refusal if found is None else refuse(least_bytes=found)
         budget = search.budget
     chosen = entry.chosen
     take_option(chosen, task=task, data=data, name=config.model.name)
@@ -229,11 +264,19 @@ def _restored(config: RunConfig, *, task: Task, device: str) -> Iterator[ExitSta
 
 
 def _least_peak(
-    config: RunConfig, memory_bytes: int, *, task: Task, data: DataModule, device: str, settings: SessionSettings
+    config: RunConfig,
+    memory_bytes: int,
+    *,
+    task: Task,
+    data: DataModule,
+    device: str,
+    settings: SessionSettings,
+    within: dict[int, Entry],
 ) -> int:
     """Peak bytes of the smallest plan of any option, as measured within a budget of `memory_bytes`.
 
-    Options are measured until one fits, not for the fastest. Raises InfeasibleBudgetError if none fits.
+    Options are measured until one fits, not for the fastest; the decision for it joins those `within` each budget.
+    Raises InfeasibleBudgetError if none fits.
     """
     config = replace(config, budget=replace(config.budget, memory_bytes=memory_bytes))
     with _restored(config, task=task, device=device) as stack, redirect_stdout(io.StringIO()):
@@ -242,10 +285,10 @@ def _least_peak(
         )
         choice = search.search(began=monotonic(), tell=lambda _: None)
         refusal, least = None, 0
-        if choice.chosen is None:
+        if (entry := search.cache_entry(choice)) is None:
             refusal = no_option_fits(choice.options, budget=search.budget, axes=search.axes, specs=search.planner.specs)
         else:
-            least = search.least_peak()
+            least, within[memory_bytes] = search.least_peak(), entry
         del search, choice  # else what they keep on the device would be there when the next budget is measured
     if refusal is not None:
         raise refusal
@@ -423,7 +466,7 @@ class MicroBatchSearch:
         for recomputed in numbers:
             if self.measurements.compiled or not (recomputed and self._fits_with_adamw()):
                 self.measurements.explore(recomputed)
-        self._plan_by(self.measurements.small[min(self.measurements.small)][0].footprint)
+        self.plan_by(self.measurements.small[min(self.measurements.small)][0].footprint)
         if self.size_independent:
             return
         no_room = self.measurements.capped and not self.measurements.any_room
@@ -438,7 +481,7 @@ class MicroBatchSearch:
         self.table = self._table()  # may run out of memory: both are then made anew
         self.size_independent = constant
 
-    def _plan_by(self, footprint: Footprint) -> None:
+    def plan_by(self, footprint: Footprint) -> None:
         planner = self.settings.planner
         self.planner = Planner(
             self.session.infos,
@@ -463,7 +506,7 @@ class MicroBatchSearch:
         if entry.run_s < run_seconds(self.config, chosen.samples_per_s):
             return False
         with self.phases("plans of the options"):
-            self._plan_by(before)
+            self.plan_by(before)
         self.reset(compiled=chosen.compiled)
         self.measurements.fits_only_in_bf16 |= {chosen.key} if entry.in_16_bits else set()
         try:
@@ -481,10 +524,14 @@ class MicroBatchSearch:
             self.ranks.all_reduce_max(max(measurement.footprint.context_bytes, context_bytes(self.device)))[0]
         )
         footprint = replace(measurement.footprint, context_bytes=context, **fixed)
-        self.planner.footprint, self.planner.latency = footprint, entry.latency
-        with suppress(InfeasibleBudgetError), self.phases("plans of the options"):
-            self.planner.propose()
-            return footprint.peak_bytes(state_bytes=0) <= (1 + RATE_TOLERANCE) * before.peak_bytes(state_bytes=0)
+        self.planner.latency = entry.latency
+        for nearest in (footprint, self.session.known_or_measured(footprint, known=before)):
+            self.planner.footprint = nearest
+            with suppress(InfeasibleBudgetError), self.phases("plans of the options"):
+                self.planner.propose()
+                return nearest is before or footprint.peak_bytes(state_bytes=0) <= (
+                    1 + RATE_TOLERANCE
+                ) * before.peak_bytes(state_bytes=0)
         return False
 
     def cache_entry(self, choice: OptionChoice) -> Entry | None:

@@ -22,6 +22,7 @@ from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
+from baoc.profiling.caller_probe import shapes_of
 from baoc.profiling.python_state import PythonState
 from baoc.tasks.ema import EmaWeights
 from baoc.training.measure.benchmark_steps import rehearse
@@ -130,6 +131,8 @@ class Probe:
         self._clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._micro_batch = num_samples(batch)
         self._batch = batch
+        kinds = [str(trainer.precision), self.accumulation, self._keeps_gradients, bool(self._ema)]
+        self.inputs = [shapes_of(batch), shapes_of(val_batches), *kinds]
         self._batch_on_device = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
         self._loss = _training(strategy)
         clips_in_backward = bool(trainer.gradient_clip_val) and strategy.settings.release is not False
