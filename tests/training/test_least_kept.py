@@ -42,6 +42,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
 
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(PeakMeter, "peak_bytes", property(peak_bytes))
+    monkeypatch.setattr("baoc.training.session.MAX_CONFIRMATIONS", 4)  # what is named is enough, if not the least
     for module in ("session", "measure.microbatch_search"):
         monkeypatch.setattr(f"baoc.training.{module}.confirms", lambda _: True)
     with brief():
