@@ -22,6 +22,7 @@ from baoc.errors import BadInputError
 from baoc.tracking.console import say
 from baoc.training.advise import Advice, advise
 from baoc.training.plain_loop import BaocOptimizer
+from baoc.training.user_optimizer import hyperparameters
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -55,6 +56,8 @@ def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool =
     def create_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = build(*args, **kwargs)
         if not isinstance(built, BaocOptimizer):
+            said = 'create_optimizer of the Trainer (TrainingArguments(optim="adamw_torch") is AdamW) returned'
+            hyperparameters(built, said=said)
             built = trainer.optimizer = BaocOptimizer.from_optimizer(built, trainer.model, budget=budget, **options)
         return built
 

@@ -44,7 +44,10 @@ def save(registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_ste
     registry.synchronize()
     index = {name: i for i, name in enumerate(name for group in param_groups for name in group["param_names"])}
     state = {
-        index[slot.name]: checkpoint_state(slot, registry.state[slot.param], spec=live.spec)
+        index[slot.name]: {
+            **checkpoint_state(slot, registry.state[slot.param], spec=live.spec),
+            **registry.entries_of_others(slot),
+        }
         for live in registry.live.values()
         for slot in live.slots
     }

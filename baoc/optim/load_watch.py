@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from baoc.optim.registry import BlockRegistry
@@ -18,7 +19,7 @@ from baoc.parallel import unwrapped
 def watch_loads(module: nn.Module, registry: BlockRegistry) -> None:
     """Makes `registry` take checksums of its split weights before `module`, or a submodule, loads others."""
     for submodule in unwrapped(module).modules():
-        if submodule._parameters:
+        if not isinstance(submodule, torch.jit.ScriptModule) and submodule._parameters:  # which take no hooks
             submodule.register_load_state_dict_pre_hook(_BeforeLoad(registry))
 
 

@@ -25,6 +25,7 @@ from baoc.optim.state import (
     Slot,
     State,
     allocate,
+    entries_of_others,
     per_column_keys,
     row_first_shape,
     slot_with_spec,
@@ -73,7 +74,7 @@ def load(
         fitted, sources = _fit_to_slots(saved, slots=slots)
     for group, new in zip(param_groups, settings, strict=True):
         group.update(new)
-    saved = _copy_live_corrections(fitted, registry=registry, slots=slots)
+    saved = _apart_from_live(fitted, registry=registry, slots=slots)
     registry.drop_stale_corrections()
     moves = []
     for live in registry.live.values():
@@ -165,16 +166,24 @@ def _fit_state(slot: Slot, saved: State, *, spec: OptimizerSpec) -> State:
     return fitted
 
 
-def _copy_live_corrections(
-    saved: ParsedCheckpoint, *, registry: BlockRegistry, slots: Iterable[Slot]
-) -> ParsedCheckpoint:
-    """Copies those saved corrections that are the live tensors, as torch.distributed.checkpoint fills a state dict in
-    place. Live corrections are zeroed if weights were loaded since they were made."""
+def _apart_from_live(saved: ParsedCheckpoint, *, registry: BlockRegistry, slots: Iterable[Slot]) -> ParsedCheckpoint:
+    """The checkpoint without tensors that are the live ones and mean something else.
+
+    torch.distributed.checkpoint fills a state dict in place, with corrections too, and live ones are zeroed if weights
+    were loaded since they were made. One that was taken before the first step means a fresh start, as torch's does,
+    which has no states then: what it shares with the live ones may have been stepped since.
+    """
     states = dict(saved.states)
     for slot in slots:
-        live, loaded = (state.get(weights.CORRECTION) for state in (registry.state[slot.param], states[slot.name]))
-        if live is not None and loaded is not None and live.data_ptr() == loaded.data_ptr():
-            states[slot.name] = {**states[slot.name], weights.CORRECTION: loaded.clone()}
+        live, loaded = registry.state[slot.param], states[slot.name]
+        for key in slot.keys:
+            value = loaded.get(key)
+            if not isinstance(value, Tensor) or value.data_ptr() != live[key].data_ptr():
+                continue
+            if key == weights.CORRECTION:
+                states[slot.name] = {**states[slot.name], key: value.clone()}
+            elif saved.num_steps == 0:
+                states[slot.name] = {**states[slot.name], key: torch.zeros_like(value)}
     return replace(saved, states=states)
 
 
@@ -330,9 +339,10 @@ def _load_block(
     live.unseeded.clear()
     for slot in live.slots:
         state = registry.state[slot.param]
-        own = {key: value for key, value in state.items() if key != weights.CORRECTION}
+        own = {key: state[key] for key in slot.keys if key != weights.CORRECTION}
         if slot.name not in sources:
             _zero(own)
+            registry.set_entries_of_others(slot, {})
             continue
         source, spec, loaded = sources[slot.name], saved.specs[slot.name], saved.states[slot.name]
         v_waits = slot.name in saved.unseeded
@@ -364,6 +374,7 @@ def _load_block(
             )
         if v_waits:
             live.unseeded.add(slot.name)
+        registry.set_entries_of_others(slot, entries_of_others(loaded, keys=source.keys))
         correction = loaded.get(weights.CORRECTION)
         if correction is not None and slot.shard is not None and source.shard is None:
             correction = slot.shard.local_part(correction, shape=slot.param.shape)
@@ -424,6 +435,8 @@ def _load_match(
     if not live.matched or not live.slots:
         return
     names, match = saved.matches.get(live.block.name, ((), None))
+    if match is live.match and saved.num_steps == 0:  # as in `_apart_from_live`
+        match = None
     if match is not None and not converted and names == tuple(slot.name for slot in live.slots):
         live.match = match.to(device=live.slots[0].param.device, dtype=torch.float32, copy=True)
         live.rms_unmeasured = bool(match[1] < 0)

@@ -211,6 +211,8 @@ class BlockwiseOptimizer(Optimizer):
 
         With gradient release backward has stepped most blocks; this steps the others and ends the step.
         """
+        if torch.compiler.is_dynamo_compiling():  # a caller's torch.compile: the step is no graph of torch's operators
+            return self._uncompiled_step(closure)
         # torch's wrapper, which calls hooks and labels profiles, costs 15 us of the host; training subscribes to
         # `after_step` instead, so that only a user's hooks and profilers take it.
         if (
@@ -280,10 +282,14 @@ class BlockwiseOptimizer(Optimizer):
                 self.registry.state[slot.param]["step"] += 1
 
     _hooked_step = Optimizer.profile_hook_step(_step)
+    _uncompiled_step = torch._disable_dynamo(Optimizer.profile_hook_step(_step))  # pyright: ignore[reportPrivateImportUsage]
 
     def _check_params(self) -> None:
         """Adds parameters that were frozen and have a gradient now. Raises BadInputError if some were replaced."""
         registry = self.registry
+        if len(self.state) < len(registry.state) or self.state is not registry.torch_state:
+            registry.restart_absent(self.state)
+            self._update_unseeded()
         try:  # lists compare by identity first, which is fast; comparing two distinct tensors may raise
             same = [group["params"] for group in self.param_groups] == registry.params_by_group
         except RuntimeError:
@@ -291,7 +297,7 @@ class BlockwiseOptimizer(Optimizer):
         if not same:
             raise BadInputError(
                 "the parameters in param_groups are not those that this optimizer has states of: add new ones with "
-                "add_param_group, and build another optimizer where some were replaced"
+                "add_param_group, freeze those that are to rest, and build another optimizer where some were replaced"
             )
         if registry.frozen and any([param.grad is not None for param in registry.frozen]):
             self._add_late_params(registry.thawed_params(self.param_groups))
@@ -551,7 +557,7 @@ class BlockwiseOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self.registry.synchronize()
         states = {  # each tensor as a storage of its own: pickle would write a whole slab for each of its views
-            param: {key: with_own_storage(value) for key, value in state.items()}
+            param: {k: with_own_storage(v) if isinstance(v, Tensor) else v for k, v in state.items()}
             for param, state in self.registry.state.items()
         }
         torchs_own = ("_optimizer_", "_warned", "_zero_grad")
@@ -559,6 +565,9 @@ class BlockwiseOptimizer(Optimizer):
         return {**own, "state": defaultdict(dict, states)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_registry" not in state:  # optimizer.__setstate__({"state": ...}), by which some start states afresh
+            vars(self).update(state)
+            return
         no_subscribers = {"before_zeroing": [], "before_check": [], "before_step": [], "after_step": []}
         super().__setstate__({**state, **no_subscribers, "late_planner": None, "network": None})
         self.overlap = KeepGradients(self)

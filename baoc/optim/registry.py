@@ -41,10 +41,12 @@ from baoc.optim.rules import RULES
 from baoc.optim.shards import Shard, ShardGroup, check_codec_groups, common_group, is_sharded, local_shard, shard_of
 from baoc.optim.state import (
     LiveBlock,
+    LiveState,
     ParsedCheckpoint,
     Slot,
     State,
     allocate,
+    entries_of_others,
     make_slot,
     new_match,
     pack_states,
@@ -98,7 +100,7 @@ class BlockRegistry:
         tuning: Tuning | None = None,
     ):
         self.state: dict[Tensor, State] = {}
-        self._torch_state = torch_state
+        self.torch_state = torch_state
         self.arena = HostArena()
         self.matched_by = matched_by
         self.backend = backend
@@ -205,8 +207,42 @@ class BlockRegistry:
         self.live[live.block.name] = live
 
     def set_state(self, slot: Slot, state: State) -> None:
+        others = self.entries_of_others(slot)
         self.state[slot.param] = state
-        self._torch_state[slot.group_param] = {} if slot.on_host else state
+        self.torch_state[slot.group_param] = shown = {} if slot.on_host else state
+        shown.update(others)
+
+    def entries_of_others(self, slot: Slot) -> dict[str, Any]:
+        """What a wrapper, such as Lookahead, keeps in `Optimizer.state` beside a parameter's own states."""
+        return entries_of_others(self.torch_state.get(slot.group_param) or {}, keys=slot.keys)
+
+    def set_entries_of_others(self, slot: Slot, entries: Mapping[str, Any]) -> None:
+        """Replaces them. Tensors are copied to the parameter's device."""
+        shown = self.torch_state[slot.group_param]
+        for key in self.entries_of_others(slot):
+            del shown[key]
+        for key, value in entries.items():
+            shown[key] = value.detach().to(slot.param.device, copy=True) if isinstance(value, Tensor) else value
+
+    def restart_absent(self, torch_state: dict[Tensor, State]) -> None:
+        """Starts the states afresh that were taken out of `Optimizer.state`, or of which a new one has none."""
+        self.synchronize()
+        self.torch_state, restarted = torch_state, []
+        for live in self.live.values():
+            absent = [slot for slot in live.slots if slot.group_param not in torch_state]
+            for slot in absent:
+                state = self.state[slot.param]
+                for key in slot.keys:
+                    if key != weights.CORRECTION:
+                        state[key].zero_()
+                self.set_state(slot, LiveState({key: state[key] for key in slot.keys}))
+                live.unseeded.discard(slot.name)
+            if absent and len(absent) == len(live.slots):
+                live.rms_unmeasured, live.previous_rms = True, None
+                self.init_match(live)
+            restarted += [slot.name for slot in absent]
+        self.drop_backends()
+        log.info("taken out of optimizer.state, so its state starts afresh: %s", groups.shorten(restarted))
 
     def init_match(self, live: LiveBlock, *, rms: float | None = None) -> None:
         """Gives a matched block its matching state, whose own RMS is not measured yet.
@@ -543,8 +579,7 @@ class BlockRegistry:
         return self._step_bytes(live) + sum(aligned(value.nbytes) for value in self._slab_tensors(live))
 
     def _slab_tensors(self, live: LiveBlock) -> list[Tensor]:
-        states = [self.state[slot.param].items() for slot in live.slots]
-        return [value for state in states for key, value in state if key != "step"]
+        return [self.state[slot.param][tensor.key] for slot in live.slots for tensor in slot.tensors]
 
     def _step_bytes(self, live: LiveBlock) -> int:
         """Bytes of the step counts themselves, which may be views of a tensor with the counts of all blocks."""
@@ -559,11 +594,11 @@ class BlockRegistry:
         if self.local_params:
             raise refusal("sharded_copy")
         self.drop_backends()
-        return {**self.__dict__, "state": {}, "_torch_state": {}, "arena": HostArena()}
+        return {**self.__dict__, "state": {}, "torch_state": {}, "arena": HostArena()}
 
     def adopt(self, torch_state: dict[Tensor, State]) -> None:
         """Takes the states of a copied optimizer, and packs them into slabs and the arena."""
-        self._torch_state, self.state = torch_state, dict(torch_state)
+        self.torch_state, self.state = torch_state, dict(torch_state)
         for live in self.live.values():
             self.pack(live)
         self._gather_host_slabs()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baoc.core.catalogue import STORAGES, WEIGHTS
 from baoc.core.recipes import BlockTuning
+from baoc.errors import BadInputError
 from baoc.optim.codecs import CODEC_IMPLS, StoredState
 from baoc.optim.rules import RULES, RuleContext, UpdateRule
 from baoc.optim.shards import Shard, largest_shard, unsharded
@@ -26,6 +27,21 @@ from baoc.types import Block, OptimizerSpec, ParamInfo, Placement, Scaling, Stat
 from baoc.types.specs import NUM_ROW_PARTS
 
 State = dict[str, Tensor]
+
+
+class LiveState(State):
+    """A parameter's state as `Optimizer.state` has it, with a sentence for who looks for AdamW's in it."""
+
+    def __missing__(self, key: str) -> Tensor:
+        if key not in ("exp_avg", "exp_avg_sq"):
+            raise KeyError(key)
+        raise BadInputError(
+            f"optimizer.state has no {key}: the spec of this parameter keeps {', '.join(self) or 'no state'}. "
+            "to_adamw_state_dict() gives exp_avg and exp_avg_sq where they are kept; delete a parameter's entry of "
+            "optimizer.state to start its state afresh, and build another optimizer where a parameter is replaced"
+        )
+
+
 FIRST_BETAS = "first_betas"  # key of a parameter group: its betas before any schedule, if some blocks have their own
 
 
@@ -76,6 +92,11 @@ class Slot:
     @property
     def slab_bytes(self) -> int:
         return sum(aligned(tensor.nbytes) for tensor in self.tensors)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of its state, beside which a wrapper may keep others."""
+        return [*(["step"] if self.counts_steps else []), *(tensor.key for tensor in self.tensors)]
 
     @property
     def state_device(self) -> torch.device:
@@ -259,7 +280,7 @@ def checkpoint_state(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
     All ranks have the same keys, ranks without rows too. A state per column is a plain tensor, the same on all ranks.
     """
     if slot.shard is None:
-        return {key: with_own_storage(value) for key, value in state.items()}
+        return {key: with_own_storage(state[key]) for key in slot.keys}
     rows, unsharded_like = slot.shard.param.shape[0], unsharded_slot(slot, spec=spec)
     same_on_all_ranks = per_column_keys(unsharded_like)
     saved = {"step": with_own_storage(state["step"])} if "step" in state else State()
@@ -310,7 +331,7 @@ def allocate(slots: Sequence[Slot], *, at_home: bool = True) -> list[State]:
 
 def initial_states(slots: Sequence[Slot]) -> list[State]:
     """The states of parameters before their first step, without the tensors that lie in slabs."""
-    return [{"step": new_step(0)} if slot.counts_steps else {} for slot in slots]
+    return [LiveState({"step": new_step(0)} if slot.counts_steps else {}) for slot in slots]
 
 
 def slab_views(slot: Slot, slab: Tensor, *, begin: int) -> State:
@@ -404,7 +425,10 @@ class ParsedCheckpoint:
     def subset(self, names: Collection[str]) -> "ParsedCheckpoint":
         """The saved states of some parameters, copied to the CPU."""
         states = {
-            name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.states[name].items()}
+            name: {
+                key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for key, value in self.states[name].items()
+            }
             for name in names
         }
         matches = {
@@ -413,6 +437,14 @@ class ParsedCheckpoint:
             if not set(own_names).isdisjoint(names)
         }
         return replace(self, states=states, specs={n: self.specs[n] for n in names}, groups=(), matches=matches)
+
+
+def entries_of_others(state: Mapping[str, Any], *, keys: Collection[str]) -> dict[str, Any]:
+    """The entries of a parameter's state that no spec keeps; `keys` are those of its own spec."""
+    if all(key in keys for key in state):
+        return {}
+    own = {"step", CORRECTION, *(decl.name for rule in RULES.values() for decl in rule.info.states)}
+    return {key: value for key, value in state.items() if str(key).partition(".")[0] not in own}
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

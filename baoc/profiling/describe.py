@@ -183,7 +183,7 @@ class _Layers:
         parts = name.split(".")[:-1]
         for position, part in enumerate(parts):
             is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-            module = module.get_submodule(part)
+            module = getattr(module, part)  # get_submodule is not there in a scripted module
             if is_list and sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules()) > 1:
                 layer = ".".join(parts[: position + 1])
             if isinstance(module, nn.ModuleList | nn.Sequential):

@@ -277,8 +277,10 @@ class BaocOptimizer(BlockwiseOptimizer):
         return {**super().__getstate__(), "_profiled": profiler.state_dict() if profiler is not None else {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        profiled = state.pop("_profiled")
         super().__setstate__(state)
+        if "_registry" not in state:
+            return
+        profiled = vars(self).pop("_profiled")
         planner = self.reallocator.planner
         planned = {param.name for block in planner.blocks for param in block.params}
         named = {name: param for param, name in self.registry.names.items() if name in planned}

@@ -40,8 +40,9 @@ def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers r
     decays = any(group.get("weight_decay", 0) for group in groups)
     decoupled = isinstance(optimizer, torch.optim.AdamW) or any(g.get("decoupled_weight_decay") for g in groups)
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or (decays and not decoupled):
+        kind = type(optimizer).__name__
         raise BadInputError(
-            f"{said} {type(optimizer).__name__}"
+            f"{said} {'None' if kind == '_MockOptimizer' else kind}"  # Lightning's place-holder for no optimizer
             f"{' with coupled weight decay' if isinstance(optimizer, torch.optim.Adam) else ''}: BAOC takes over "
             "torch.optim.AdamW (or Adam without weight decay), whose lr, betas, eps and weight_decay it keeps. Give "
             "it one of these, or train without BAOC"

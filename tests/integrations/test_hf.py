@@ -95,7 +95,9 @@ def test_an_optimizer_of_ones_own_has_the_trainers_groups(tmp_path):
 
 
 def test_another_optimizer_of_the_trainer_is_refused_by_name(tmp_path):
-    with pytest.raises(BadInputError, match=r"from_optimizer was given Adafactor: BAOC takes over torch.optim.AdamW"):
+    with pytest.raises(
+        BadInputError, match=r'optim="adamw_torch"\) is AdamW\) returned Adafactor: BAOC takes over torch.optim.AdamW'
+    ):
         trained(tmp_path, budget="state_25", optim="adafactor")
 
 

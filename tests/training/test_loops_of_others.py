@@ -3,7 +3,9 @@ from a checkpoint bit for bit."""
 
 import copy
 import io
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,3 +188,164 @@ def test_a_lazy_head_is_asked_for_one_batch():
     optimizer = BaocOptimizer(model, budget="state_25", verbose=False)
     plainly(optimizer, lambda step: cross_entropy(model(drawn(step, 2, 1, 6, 6)), drawn(step, 2, below=3)), 1, None)
     assert optimizer.budget_met
+
+
+class Lookahead:
+    """Slow weights beside the fast ones, kept in the state of the optimizer that it wraps, as timm's does."""
+
+    def __init__(self, base: torch.optim.Optimizer):
+        self.base, self.param_groups, self.zero_grad = base, base.param_groups, base.zero_grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step(closure)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            state = self.base.state[param]
+            state["count"] = state.get("count", 0) + 1
+            slow = state.setdefault("slow_buffer", param.clone())
+            if state["count"] % 2 == 0:
+                param.copy_(slow.lerp_(param, 0.5))
+
+
+@pytest.mark.parametrize("budget", ["unlimited", "state_25"])
+def test_what_a_wrapper_keeps_in_the_states_is_saved_moved_and_no_part_of_the_budget(budget: str):
+    torch.manual_seed(0)
+    first = Deep()
+    optimizer = BaocOptimizer(first, budget=budget, lr=1e-2, verbose=False)
+    bytes_alone, wrapped = optimizer.state_bytes(), Lookahead(optimizer)
+    for step in range(3):
+        plainly(wrapped, first.loss, step, None)
+    assert optimizer.state_bytes() == bytes_alone
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file := io.BytesIO())
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    for stepped_before in (0, 1):  # one that has no such entries, and one that has others
+        second = Deep()
+        resumed = BaocOptimizer(second, budget=budget, lr=1e-2, verbose=False)
+        for step in range(stepped_before):
+            plainly(Lookahead(resumed), second.loss, step, None)
+        second.load_state_dict(saved["model"])
+        resumed.load_state_dict(saved["optimizer"])
+        other = copy.deepcopy((second, resumed))
+        if stepped_before == 0:
+            states = [resumed.state[param] for param in second.parameters()]
+            resumed.migrate({next(iter(resumed.specs)): "adamw_int8"})
+            assert [state["count"] for state in states] == [3] * len(states)
+            assert all("slow_buffer" in resumed.state[param] for param in second.parameters())
+        for network, its in ((second, resumed), other)[stepped_before == 0 :]:
+            for step in range(3, 6):
+                plainly(Lookahead(its), network.loss, step, None)
+    for step in range(3, 6):
+        plainly(wrapped, first.loss, step, None)
+    for network in (second, other[0]):
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), network.parameters(), strict=True))
+
+
+def by_clearing(optimizer: Any, before: Any) -> None:
+    optimizer.state.clear()
+
+
+def by_a_new_state(optimizer: Any, before: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def by_setstate(optimizer: Any, before: Any) -> None:
+    optimizer.__setstate__({"state": defaultdict(dict)})
+
+
+def by_loading(optimizer: Any, before: Any) -> None:
+    optimizer.load_state_dict(before)
+
+
+def of_some(optimizer: Any, before: Any) -> None:
+    for param in optimizer.param_groups[0]["params"][2:4]:
+        del optimizer.state[param]
+
+
+@pytest.mark.parametrize("way", [by_clearing, by_a_new_state, by_setstate, by_loading, of_some])
+def test_states_start_afresh_as_those_of_torch_do(way: Callable[[Any, Any], None]):
+    """Dead units that are revived, agents that begin anew, Reptile: all reset AdamW by its `state`."""
+    ended = []
+    for make in (torch.optim.AdamW, partial(BaocOptimizer, budget="unlimited", verbose=False)):
+        torch.manual_seed(0)
+        model = Deep()
+        optimizer: Any = make(model.parameters(), lr=1e-2)
+        before = optimizer.state_dict()
+        for step in range(6):
+            if step == 3:
+                way(optimizer, before)
+            plainly(optimizer, model.loss, step, None)
+        ended.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    torch.testing.assert_close(*ended, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", [by_clearing, by_a_new_state, by_setstate, by_loading])
+def test_states_of_every_spec_start_afresh(way: Callable[[Any, Any], None]):
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = BaocOptimizer(model, budget="state_15", lr=1e-2, verbose=False)
+    before = optimizer.state_dict()
+    for step in range(3):
+        plainly(optimizer, model.loss, step, None)
+    other = copy.deepcopy(model)
+    fresh = BaocOptimizer(other, budget="state_15", lr=1e-2, verbose=False)
+    fresh.num_steps = optimizer.num_steps if way is not by_loading else 0  # the phase of dithered codes goes on
+    assert fresh.specs == optimizer.specs
+    way(optimizer, before)
+    for step in range(3):
+        plainly(optimizer, model.loss, step, None)
+        plainly(fresh, other.loss, step, None)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_moments_of_adamw_are_told_where_they_are():
+    """Code that splats or prunes reads `exp_avg` of each parameter."""
+    model = Deep()
+    optimizer = BaocOptimizer(model, budget="state_25", verbose=False)
+    plainly(optimizer, model.loss, 0, None)
+    state = optimizer.state[next(model.parameters())]
+    assert state.get("exp_avg") is None and "exp_avg" not in state
+    with pytest.raises(BadInputError, match=r"has no exp_avg: .* keeps .*\. to_adamw_state_dict\(\) gives exp_avg"):
+        state["exp_avg"]
+    with pytest.raises(KeyError, match="momentum_buffer"):
+        state["momentum_buffer"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("made", [torch.jit.script, torch.fx.symbolic_trace, nn.DataParallel], ids=lambda f: f.__name__)
+def test_networks_that_are_wrapped_or_rewritten_have_the_plan_of_their_own(made: Callable[[Any], Any]):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    model = made(copy.deepcopy(plain))
+    both = (
+        (plain, BaocOptimizer(plain, budget="state_25", verbose=False)),
+        (
+            model,
+            BaocOptimizer(model.parameters(), model=model, budget="state_25", verbose=False),
+        ),
+    )
+    for network, optimizer in both:
+        for step in range(2):
+            plainly(optimizer, lambda at, net=network: net(drawn(at, 4, 8)).square().mean(), step, None)
+    assert sorted(both[0][1].specs.values()) == sorted(both[1][1].specs.values())
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_a_compiled_training_step_calls_it_as_it_is():
+    torch.manual_seed(0)
+    model = Deep()
+    other = copy.deepcopy(model)
+    optimizers = [BaocOptimizer(net, budget="state_25", verbose=False) for net in (model, other)]
+
+    def train(optimizer: BaocOptimizer, net: Deep, x: torch.Tensor) -> None:
+        for layer in net.layers:
+            x = layer(x)
+        x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(train, backend="aot_eager")
+    for step in range(2):
+        train(optimizers[0], model, drawn(step, 8, 16))
+        compiled(optimizers[1], other, drawn(step, 8, 16))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

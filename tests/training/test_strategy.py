@@ -159,6 +159,7 @@ def test_fit_twice_with_one_trainer():
     ("make", "message"),
     [
         (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "configure_optimizers returned SGD.*torch.optim.AdamW"),
+        (lambda _: None, "configure_optimizers returned None: BAOC takes over"),
         (lambda m: torch.optim.Adam(m.parameters(), weight_decay=0.1), "Adam with coupled weight decay"),
         (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad=True.*leave it out"),
         (
@@ -167,6 +168,7 @@ def test_fit_twice_with_one_trainer():
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers:UserWarning")
 def test_optimizers_that_cannot_be_taken_over_are_refused(make, message):
     with pytest.raises(BadInputError, match=message):
         fit(BaocStrategy("8gb"), module=Classifier(make=make))
