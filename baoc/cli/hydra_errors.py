@@ -46,7 +46,11 @@ def translate_error(error: BaseException) -> BadInputError | None:
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
         override = getattr(error, "override", "")
-        reason = str(error).split("\nSee http")[0].splitlines()[-1]
+        lines = str(error).split("\nSee http")[0].splitlines()
+        reason = lines[-1]
+        if reason.strip() == "^":  # below the character of the line before that is in the way
+            at = reason.index("^") - len(lines[-2].removesuffix(override))
+            reason = f"{override[at]!r} needs quotes around the value"
         return BadInputError(
             f"cannot read {override!r}: {reason}\n"
             "write group=option or group.key=value; quote a value that holds , = or spaces, as in 'name=\"a,b\"'"

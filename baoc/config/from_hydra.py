@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from baoc.config import assets
 from baoc.config.dynamics import DynamicsConfig, split_dynamics
-from baoc.config.nodes import COLLECTIONS, NO_RECIPE, budget_node, recipe_or_none_node
+from baoc.config.nodes import COLLECTIONS, NO_RECIPE, PATH_KEYS, budget_node, recipe_or_none_node
 from baoc.config.options import GROUPS, flatten_options, registry_entry, split_options
 from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
@@ -23,15 +23,6 @@ from baoc.core.recipes import Recipe, recipe_from_node
 from baoc.errors import BadInputError, unknown_name
 from baoc.models import choose_size
 from baoc.types import Budget, Role, to_plain
-
-# Keys whose value may be a path, relative to the folder in which the command was started.
-PATH_KEYS = (
-    ("dataset", "path"),
-    ("dataset", "tokenizer"),
-    ("model", "pretrained"),
-    ("model", "name_or_path"),
-    ("resume",),
-)
 
 
 def from_hydra(config: DictConfig, *, folder: Path | None = None) -> RunConfig:

@@ -36,6 +36,17 @@ NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to
 COLLECTIONS = ("experiments", "sweeps")  # folders with files that compose a whole run or study
 TARGET = "_target_"  # model._target_=... names own code as Hydra's instantiate does
 _QUOTED_ITEM = re.compile(r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,])+""")
+# Keys whose value may be a path, relative to the folder in which the command was started.
+PATH_KEYS = (
+    ("dataset", "path"),
+    ("dataset", "tokenizer"),
+    ("model", "pretrained"),
+    ("model", "name_or_path"),
+    ("resume",),
+)
+_PATHS = (*(".".join(key) for key in PATH_KEYS), "hydra.run.dir", "hydra.sweep.dir")
+_UNREADABLE = re.compile(r"[^A-Za-z0-9_/\\+.$%*@?|:, -]")  # no part of a value in Hydra's grammar
+_READ_OTHERWISE = re.compile(r"""['"\[{]|.*\$\{|(choice|shuffle|sort|glob|str)\(""")  # quoted, lists, functions
 PRESETS_WITH_FILES = (AUTO, UNLIMITED)  # in conf/budget
 
 
@@ -204,6 +215,7 @@ def with_option_names(argv: Sequence[str]) -> list[str]:
     """Replaces values of a command line by the names of the options that `register` has made for them.
 
     These are own code, files of recipes, durations of races, and budgets in bytes, which Hydra would read as a number.
+    Paths with characters that Hydra's grammar does not have, such as ~, accents and brackets, are quoted.
     """
     to_option = {
         **{key: own_code_option for group in own_code.CONFIG_GROUPS for key in (group, f"{group}.{TARGET}")},
@@ -218,6 +230,8 @@ def with_option_names(argv: Sequence[str]) -> list[str]:
             if key.endswith(f".{TARGET}"):
                 key = key.lstrip("+").removesuffix(f".{TARGET}")
             word = f"{key}={','.join(convert(_unquoted(text)) for text in _items(value))}"
+        elif key.lstrip("+") in _PATHS and _UNREADABLE.search(value) and not _READ_OTHERWISE.match(value):
+            word = f"{key}={','.join(map(quote, value.split(',')))}"
         replaced.append(word)
     return replaced
 

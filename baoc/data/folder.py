@@ -23,12 +23,15 @@ class Listing:
 def find_split_folders(path: Path) -> tuple[Path, Path | None]:
     """Returns the folders of training and validation images: `train` and `val` (else `test`) in `path` if both exist.
 
-    Otherwise returns (`path`, None): validation images are held out of `path`.
+    Otherwise validation images are held out of `path`, or of its `train` if that is its only folder and has folders.
     """
     subfolders = {entry.name.lower(): entry for entry in path.iterdir() if entry.is_dir()}
     train = next((subfolders[name] for name in TRAIN_WORDS if name in subfolders), None)
     val = next((subfolders[name] for names in HELD_OUT_WORDS for name in names if name in subfolders), None)
-    return (train, val) if train is not None and val is not None else (path, None)
+    if train is None or val is not None:
+        return (path, None) if train is None else (train, val)
+    alone = visible_files(path, subfolders.values()) == [train] and any(entry.is_dir() for entry in train.iterdir())
+    return (train if alone else path), None
 
 
 def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> Listing:

@@ -246,18 +246,23 @@ def _parquet_documents(file: Path, *, column: str) -> Iterator[str]:
 
 def _text_of(row: object, *, column: str, where: str) -> str:
     if not isinstance(row, dict):
-        raise BadInputError(f"{where}: there must be an object such as {{{column!r}: 'a text'}}, not {str(row)[:40]!r}")
+        listed = "; a file that is one list becomes lines by jq -c '.[]'" if isinstance(row, list) else ""
+        raise BadInputError(
+            f"{where}: there must be an object such as {{{column!r}: 'a text'}}, not {str(row)[:40]!r}{listed}"
+        )
     if column not in row:
-        raise _no_column(column, columns=list(row), where=where)
+        raise BadInputError(f"{_no_column(column, columns=list(row), where=where)}, or leave the row out")
     if not isinstance(row[column], str):
-        raise BadInputError(f"{where}: column {column!r} must hold text, not {type(row[column]).__name__}")
+        raise BadInputError(
+            f"{where}: column {column!r} must hold text, not {type(row[column]).__name__}: write the text there, or "
+            "leave the row out"
+        )
     return row[column]
 
 
 def _no_column(column: str, *, columns: Sequence[str], where: str) -> BadInputError:
-    return BadInputError(
-        f"{where}: there is no column {column!r}; name it with dataset.text_column={'|'.join(columns)}"
-    )
+    named = f"dataset.text_column={'|'.join(columns)}"
+    return BadInputError(f"{where}: there is no column {column!r}; name it with {named}")
 
 
 def _not_utf8(file: Path, error: UnicodeDecodeError, *, num_read: int = 0, pending: int = 0) -> BadInputError:

@@ -1,12 +1,13 @@
 """What a wrong command line is told: each of Hydra's refusals in our words, and each name that no registry holds."""
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from baoc.cli.failures import failure_of
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
-from baoc.config.nodes import check_choices
+from baoc.config.nodes import check_choices, with_option_names
 
 PROBLEMS = [
     (["model=vitt"], "model=vitt: there is no such model; did you mean vit?\nallowed: dit, hf, llama, "),
@@ -65,6 +66,8 @@ PROBLEMS = [
     (["budget=null"], "a group cannot be null: choose one of its options, such as budget=unlimited"),
     (["trainer.max_steps"], "cannot read 'trainer.max_steps': missing EQUAL"),
     (["name=a=b"], "quote a value that holds , = or spaces"),
+    (["optim.lr=1e-3;"], "cannot read 'optim.lr=1e-3;': ';' needs quotes around the value"),
+    (["name=ü"], "cannot read 'name=ü': 'ü' needs quotes around the value"),
     (["budget=4gb,300mb"], "budget=4gb,300mb names several values: add -m to make one run for each of them"),
     (["seed=range(3)"], "seed=range(3) names several values: add -m"),
     (["seed=${nope}"], "a value refers to what is not there: Interpolation key 'nope' not found"),
@@ -110,3 +113,33 @@ def test_a_wrong_command_is_told_what_is_allowed(overrides: list[str], message: 
 
 def test_keys_of_the_sweeper_may_be_given_together():
     check_choices(["hydra.sweeper={max_batch_size: 2}"])
+
+
+PATHS = [
+    "~/images", "~jo/images", "/home/jürgen/bilder", "/データ/犬", "/a b (copy)/[1]/{x}", "/a/#1 & co!", "/it's",
+    "/a=b;c^d",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("key", ["dataset.path", "model.pretrained", "+resume"])
+def test_a_path_of_any_characters_needs_no_quotes_of_hydras(path: str, key: str):
+    (word,) = with_option_names([f"{key}={path}"])
+    assert OverridesParser.create().parse_override(word).value() == path
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "dataset.path=null", "dataset.path=a/b,c", "dataset.path='a,b'", "dataset.path=${oc.env:HOME}/ü",
+        "dataset.path=choice(a,b)", "dataset.path=", "resume=auto", "~dataset.path", "name=ü", "optim.lr=1",
+    ],
+)  # fmt: skip
+def test_other_words_stay_as_they_are(word: str):
+    assert with_option_names([word]) == [word]
+
+
+def test_paths_of_a_sweep_are_quoted_one_by_one():
+    (word,) = with_option_names(["dataset.path=~/a,/ü/b"])
+    assert list(OverridesParser.create().parse_override(word).sweep_string_iterator()) == ["'~/a'", "'/ü/b'"]
+    assert word == "dataset.path='~/a','/ü/b'"

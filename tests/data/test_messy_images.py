@@ -319,3 +319,18 @@ def test_a_held_back_part_may_be_of_one_class(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train-0.parquet", rows=rows([0, 1, 2]))
     write_parquet(tmp_path / "val-0.parquet", rows=rows([1, 1]))
     assert images(tmp_path).spec.num_classes == 3
+
+
+@pytest.mark.parametrize("beside", [None, "notes.txt", ".cache/1.png"])
+def test_a_training_part_alone_has_the_classes_and_validation_is_held_out_of_it(tmp_path: Path, beside: str | None):
+    write_folder(tmp_path / "Train")
+    if beside is not None:
+        (tmp_path / beside).parent.mkdir(exist_ok=True)
+        (tmp_path / beside).write_bytes(b"")
+    spec = images(tmp_path).spec
+    assert spec.num_classes == 2 and spec.num_val > 0
+
+
+def test_a_class_called_train_beside_another_is_a_class(tmp_path: Path):
+    write_folder(tmp_path, classes=("train/street", "bus/street"))
+    assert images(tmp_path).spec.num_classes == 2

@@ -286,9 +286,14 @@ def test_file_that_is_no_utf8_is_named_with_the_place(tmp_path, monkeypatch, bef
 
 
 WRONG = {
-    "no column": ('{"text": "a"}\n{"body": "b", "id": 1}', "rows.jsonl, line 2: there is no column 'text'.*=body|id"),
-    "no text": ('{"text": 3}', "rows.jsonl, line 1: column 'text' must hold text, not int"),
-    "no object": ("[1]", "rows.jsonl, line 1: there must be an object such as"),
+    "no column": (
+        '{"text": "a"}\n{"body": "b", "id": 1}',
+        "rows.jsonl, line 2: there is no column 'text'.*=body|id, or leave the row",
+    ),
+    "no text": ('{"text": 3}', "rows.jsonl, line 1: column 'text' must hold text, not int: write"),
+    "nothing": ('{"text": null}', "line 1: column 'text' must hold text, not NoneType: .* or leave the row out"),
+    "no object": ("3", "rows.jsonl, line 1: there must be an object such as {'text': 'a text'}, not '3'$"),
+    "a list": ("[1]", "rows.jsonl, line 1: there must be an object such as .* not '.1.'; .* lines by jq -c"),
     "no json": ('{"text": "a"}\n{"text": ', "rows.jsonl, line 2: no JSON object per line can be read there"),
 }
 
