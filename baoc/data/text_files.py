@@ -214,17 +214,23 @@ def _split_document(document: bytes) -> Iterator[TextChunk]:
 
 
 def json_lines(file: Path) -> Iterator[tuple[Any, str]]:
-    """Yields (value, "FILE, line N") of each line that is not blank. BadInputError names a line that is not JSON."""
+    """Yields (value, "FILE, line N") of each line that is not blank, or (value, "FILE, entry N") of each entry of a
+    .json file that is one list. BadInputError names a line that is not JSON."""
     number = 0
     with _open(file) as stream:
         try:
+            if file.name.lower().endswith((".json", ".json.gz")):
+                is_list = stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+                stream.seek(0)
+                entries = json.load(stream) if is_list else []
+                yield from ((value, f"{file}, entry {place}") for place, value in enumerate(entries, start=1))
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield json.loads(line), f"{file}, line {number}"
         except UnicodeDecodeError as error:
             raise _not_utf8(file, error) from error
         except (json.JSONDecodeError, *_READ_ERRORS) as error:
-            where = f"{file}, line {number}"
+            where = f"{file}, line {number or getattr(error, 'lineno', 0)}"
             raise BadInputError(f"{where}: no JSON object per line can be read there ({error})") from error
 
 
@@ -246,10 +252,7 @@ def _parquet_documents(file: Path, *, column: str) -> Iterator[str]:
 
 def _text_of(row: object, *, column: str, where: str) -> str:
     if not isinstance(row, dict):
-        listed = "; a file that is one list becomes lines by jq -c '.[]'" if isinstance(row, list) else ""
-        raise BadInputError(
-            f"{where}: there must be an object such as {{{column!r}: 'a text'}}, not {str(row)[:40]!r}{listed}"
-        )
+        raise BadInputError(f"{where}: there must be an object such as {{{column!r}: 'a text'}}, not {str(row)[:40]!r}")
     if column not in row:
         raise BadInputError(f"{_no_column(column, columns=list(row), where=where)}, or leave the row out")
     if not isinstance(row[column], str):

@@ -8,6 +8,7 @@ from typing import Any
 from baoc.errors import BadInputError, first_line
 
 ANSWER_ROLE = "assistant"  # the role whose messages are learned
+_SHAREGPT_ROLES = {"human": "user", "gpt": ANSWER_ROLE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +38,19 @@ class ChatTokenizer:
         self.vocab_size = max(len(self._library), self._library.vocab_size)
 
     def encode(self, sample: Mapping[str, Any], *, where: str) -> Conversation:
-        """A sample with `messages`, or with `prompt` and `completion`. Raises BadInputError, which names `where`."""
-        if "messages" in sample:
-            return self._of_messages(sample["messages"], where=where)
+        """A sample with `messages` or `conversations`, with `prompt` and `completion`, or with `instruction` and
+        `output`. Raises BadInputError, which names `where`."""
+        if (messages := _messages_in(sample)) is not None:
+            return self._of_messages(messages, where=where)
         prompt, completion = sample.get("prompt"), sample.get("completion")
+        if "instruction" in sample and "output" in sample:  # Alpaca's form
+            parts = [sample["instruction"], sample.get("input") or ""]
+            prompt, completion = "\n\n".join(filter(None, map(str, parts))), sample["output"]
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise BadInputError(
-                f"{where} has neither `messages` nor the texts `prompt` and `completion`, but "
-                f"{', '.join(sample) or 'nothing'}"
+                f"{where} has neither `messages` (or `conversations`) nor the texts `prompt` and `completion` (or "
+                f"`instruction` and `output`), but {', '.join(sample) or 'nothing'}: rename what is there, or leave it "
+                "out"
             )
         if self._library.chat_template:
             turns = [{"role": "user", "content": prompt}, {"role": ANSWER_ROLE, "content": completion}]
@@ -96,6 +102,24 @@ class ChatTokenizer:
 
     def _ids(self, text: str) -> list[int]:
         return list(self._library(text, add_special_tokens=False)["input_ids"])
+
+
+def _messages_in(sample: Mapping[str, Any]) -> Any:
+    """The messages of a sample: `messages`, ShareGPT's `conversations`, or those of TRL's prompt and completion; None
+    if it has texts."""
+    prompt, completion, turns = sample.get("prompt"), sample.get("completion"), sample.get("conversations")
+    if "messages" in sample:
+        return sample["messages"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return [*prompt, *completion]
+    if not isinstance(turns, list):
+        return turns
+    return [
+        {"role": _SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
+        if isinstance(turn, Mapping) and "from" in turn
+        else turn
+        for turn in turns
+    ]
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

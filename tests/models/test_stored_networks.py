@@ -105,8 +105,22 @@ def test_only_the_answers_of_a_conversation_are_learned(stored):
     assert list(one.answer_mask) == [False] * 5 + [True] * 4 and one.num_bytes == 3
     twice = library.encode({"messages": CHAT * 2}, where="line 1")
     assert list(twice.answer_mask) == ([False] * 5 + [True] * 4) * 2
-    plain = library.encode({"prompt": "ab", "completion": "cde"}, where="line 1")
-    assert plain == one
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"prompt": "ab", "completion": "cde"},
+        {"instruction": "ab", "input": "", "output": "cde"},
+        {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cde"}]},
+        {"conversations": CHAT, "id": 3},
+        {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    ],
+    ids=["texts", "Alpaca", "ShareGPT", "conversations", "TRL"],
+)
+def test_every_usual_form_of_a_conversation_is_read_alike(sample, stored):
+    library = ChatTokenizer(str(stored / "llama"))
+    assert library.encode(sample, where="line 1") == library.encode({"messages": CHAT}, where="line 1")
 
 
 def test_without_a_template_prompt_and_completion_are_joined(tmp_path):
@@ -123,7 +137,12 @@ def test_without_a_template_prompt_and_completion_are_joined(tmp_path):
     [
         ("{", "bad.jsonl, line 2: no JSON object per line"),
         ("[1]", "bad.jsonl, line 2 is a list"),
-        ('{"text": "a"}', "has neither `messages` nor the texts `prompt` and `completion`, but text"),
+        ('{"text": "a"}', "`messages` .or `conversations`. nor the texts .* `output`., but text: rename"),
+        ('{"conversations": [{"from": "human", "value": "a"}]}', "has no message of the role assistant"),
+        ('{"conversations": [{"from": "gpt", "text": "a"}]}', "the `content` of message 0 must be text, not None"),
+        ('{"conversations": "a"}', "`messages` must be a list of"),
+        ('{"prompt": "a", "completion": ["b"]}', "nor the texts `prompt` and `completion`"),
+        ('{"instruction": "a", "output": null}', "nor the texts .* but instruction, output"),
         ('{"messages": "a"}', "`messages` must be a list of"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "has no message of the role assistant"),
         ('{"messages": [{"role": "assistant", "content": null}]}', "the `content` of message 0 must be text, not None"),
