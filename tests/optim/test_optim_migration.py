@@ -413,7 +413,7 @@ def test_v_waits_for_a_gradient_where_it_waited(source: str, target: str, seeded
 
 
 def test_ranks_convert_together_and_each_takes_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 rows this rank has three; `unsharded_state` brings what all have."""
+    """Of 8 rows this rank has three, which are enough for some rules; `unsharded_state` brings what all have."""
     rows = slice(2, 5)
     shard: Any = SimpleNamespace(param=torch.zeros(8, 6), group=SimpleNamespace(size=2), offset=12)
     shard.local_part = lambda value, shape: value[rows].reshape(shape)
@@ -426,11 +426,16 @@ def test_ranks_convert_together_and_each_takes_its_rows(monkeypatch: pytest.Monk
     (old,), (new,), report = allocate([source]), allocate([target]), ConversionReport()
     how: dict[str, Any] = {"betas": BETAS, "report": report, "before_first_step": False, "old_v_initialised": True}
     for into, together in ((source, False), (target, True)):
-        found, state = migrate.gather_if_needed(source, old, spec=specs[0], into=into.rule.info)
+        with torch.device("meta"):  # a default device of the user's
+            found, state = migrate.gather_if_needed(source, old, spec=specs[0], into=into.rule.info)
         assert (found.info.shape, found.param.device.type) == ((8, 6) if together else (3, 6), "cpu")
         assert state is (whole if together else old)
     assert not convert(found, state, target, new, spec=specs[1], **how)
     assert asked == [(source, old, specs[0])] and report.outcomes["v_row"] == "converted"
+    own = make_slot("w", torch.zeros(3, 6), spec=NATIVE["rmsprop"], **given)
+    (own_new,), old["v"], old["step"] = allocate([own]), torch.rand(3, 6), torch.tensor(3.0)
+    assert not convert(source, old, own, own_new, spec=NATIVE["rmsprop"], **how)
+    assert own_new["step"] == 3 and torch.equal(own_new["v"], old["v"])
     v = whole["v"] / (1 - BETAS[1] ** 7)
     assert new["step"] == 7 and torch.equal(new["m"], whole["m"][rows])
     torch.testing.assert_close(new["v_row"], v.mean(1)[rows])
