@@ -5,7 +5,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from tests.support.commands import start
+from tests.support.commands import start, start_script
 
 pytestmark = pytest.mark.slow
 
@@ -21,12 +21,25 @@ WORDS = [
 ]
 
 
-def test_workers_of_joblib_share_a_study_whose_failures_are_told_with_the_reason(tmp_path: Path, run_python):
-    words = [*WORDS, "hydra.sweeper.workers=2", "hydra.sweeper.retries=0", "dataset.path=nowhere.npz"]
-    done = run_python("run.py", "-m", *words, "hydra/launcher=joblib", f"hydra.sweep.dir={tmp_path}")
-    assert done.returncode == 5, done.stderr + done.stdout
-    assert "all 2 ended trials of study frontier_vision failed; the last failed:" in done.stderr
-    assert "nowhere.npz does not exist" in done.stderr and (tmp_path / "workers" / "1").is_dir()
+# Joblib ends its workers as the interpreter ends, which a fork does not.
+WITH_JOBLIB = """
+import sys
+from joblib.externals.loky import get_reusable_executor
+from baoc.cli.main import main
+code = main(sys.argv[1:])
+get_reusable_executor().shutdown()
+sys.exit(code)
+"""
+
+
+def test_workers_of_joblib_share_a_study_whose_failures_are_told_with_the_reason(tmp_path: Path):
+    (script := tmp_path / "run.py").write_text(WITH_JOBLIB)
+    words = (*WORDS, "hydra.sweeper.workers=2", "hydra.sweeper.retries=0", "dataset.path=nowhere.npz")
+    words += ("hydra/launcher=joblib", f"hydra.sweep.dir={tmp_path / 'study'}")
+    code, told = start_script(script, "-m", *words, folder=tmp_path / "log").done()
+    assert code == 5, told
+    assert "all 2 ended trials of study frontier_vision failed; the last failed:" in told
+    assert "nowhere.npz does not exist" in told and (tmp_path / "study" / "workers" / "1").is_dir()
 
 
 def test_a_worker_of_submitit_trains_a_study(tmp_path: Path):
