@@ -97,7 +97,7 @@ def _recipes() -> Rows:
         if name not in RECIPES:
             node = recipe_node(recipe)
             contents = [f"{role} {spec}" for role, spec in recipe.specs.items()]
-            contents += [f"betas.{rule} {betas}" for rule, betas in node["betas"].items()]
+            contents += [f"{key}.{rule} {value}" for key in ("lr", "betas") for rule, value in node[key].items()]
             rows.append((name, f"        of the measured table: {', '.join(contents)}"))
     declared = own_code.entry_points_of("baoc.recipes")
     others = [(name, f"        {point.value}, of an installed package") for name, point in declared.items()]
