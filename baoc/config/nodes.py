@@ -49,6 +49,10 @@ _UNREADABLE = re.compile(r"[^A-Za-z0-9_/\\+.$%*@?|:, -]")  # no part of a value 
 _READ_OTHERWISE = re.compile(r"""['"\[{]|.*\$\{|(choice|shuffle|sort|glob|str)\(""")  # quoted, lists, functions
 PRESETS_WITH_FILES = (AUTO, UNLIMITED)  # in conf/budget
 
+# Each composition copies what it reads from, and with it all registered nodes, a quarter of its time. A node is copied
+# again when it is read.
+ConfigStore.__deepcopy__ = lambda store, _: store  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def register(overrides: Sequence[str] = ()) -> None:
     """Registers the fixed nodes, and those for budgets, recipes, races and own code that `overrides` name.
