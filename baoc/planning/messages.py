@@ -6,6 +6,7 @@ that.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 
 from baoc.core.blocks import partition
 from baoc.errors import InfeasibleBudgetError
@@ -28,11 +29,7 @@ ADVICE_MEMORY = (
     "model.checkpointing=true (activations)",
     "a smaller model.size",
 )
-ADVICE_STATE = (
-    "more catalogue.specs",
-    "fewer roles in catalogue.keep_fp32_roles",
-    "allocator=exact, if another was set",
-)
+ADVICE_STATE = ("more catalogue.specs", "fewer roles in catalogue.keep_fp32_roles")
 
 
 def more_specs(specs: Collection[str]) -> str:
@@ -180,7 +177,9 @@ def too_small(
     would fit."""
     budget, footprint = planner.budget, planner.footprint
     memory = budget.memory_bytes is not None
-    advice = (*ADVICE_MEMORY, f"{more_specs(planner.specs)} (state)") if memory else ADVICE_STATE
+    exact = planner.settings.allocator == "exact"
+    fewer = (*ADVICE_STATE, *(() if exact else ("allocator=exact",)))
+    advice = (*ADVICE_MEMORY, f"{more_specs(planner.specs)} (state)") if memory else fewer
     has_host = footprint is not None and not footprint.device.startswith("cpu")
     advice = (*advice, HOST_ADVICE) if memory and has_host and budget.host_memory_bytes is None else advice
     host = ""
@@ -190,7 +189,8 @@ def too_small(
             f"{format_bytes(host_needed)} of host memory it could be met (budget.host_memory={host_needed}b)"
         )
     unit = "of device memory" if memory else "of optimizer state"
-    fraction = "" if memory else f" (state_fraction={least_bytes / max(planner.state_bytes_adamw, 1):.4f})"
+    percent = ceil(1e4 * least_bytes / max(planner.state_bytes_adamw, 1)) / 100
+    fraction = "" if memory else f" (budget=state_{percent:g})"
     context = footprint.context_bytes if footprint is not None and memory else 0
     context_text = f"; the CUDA context alone takes {format_bytes(context)}" if context else ""
     return InfeasibleBudgetError(

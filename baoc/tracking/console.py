@@ -155,6 +155,16 @@ def summary_text(plan: Plan, *, title: str) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
+def step_time_line(plan: Plan) -> str | None:
+    """The optimizer's predicted seconds beside those that a limit on the step's time allows; None without one."""
+    if plan.budget.step_time is None or plan.limits.step_s is None:
+        return None
+    return (
+        f"optimizer step {plan.allocation.step_s * 1e3:.3g} ms predicted, {plan.limits.step_s * 1e3:.3g} ms allowed by "
+        f"step_time={plan.budget.step_time:g}"
+    )
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """Totals of a plan: state, risk, peak, and the range of budgets that bind."""
     allocation = plan.allocation
@@ -167,16 +177,14 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
     if plan.basis is not None:
         lines.append(f"chosen by {plan.basis.by}: {plan.basis.text}")
-    if plan.budget.step_time is not None and plan.limits.step_s is not None:
-        lines.append(
-            f"optimizer step {allocation.step_s * 1e3:.3g} ms predicted, {plan.limits.step_s * 1e3:.3g} ms allowed by "
-            f"step_time={plan.budget.step_time:g}"
-        )
+    if (time := step_time_line(plan)) is not None:
+        lines.append(time)
     lines += _host_lines(plan)
     if plan.budget.kind == "none":
         by_allocator = "the recipe asks of it" if allocation.allocator == "recipe" else "has the least risk"
         criterion = "measured best" if _is_measured(plan) else by_allocator
-        return [*lines, f"no memory or state limit: every block runs what {criterion}"]
+        within = "" if plan.budget.step_time is None else f" within step_time={plan.budget.step_time:g}"
+        return [*lines, f"no memory or state limit: every block runs what {criterion}{within}"]
     measure = "device memory" if plan.budget.kind == "memory" else "optimizer state"
     if plan.budget.kind == "memory":
         lines.append(f"predicted peak {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes)")

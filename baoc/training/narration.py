@@ -11,7 +11,7 @@ import torch
 
 from baoc.parallel import SINGLE_PROCESS, current_rank
 from baoc.profiling import device_peak_bytes
-from baoc.tracking.console import budget_verdict, print_reallocation, rank_peaks_text, say, summary_text
+from baoc.tracking.console import budget_verdict, print_reallocation, rank_peaks_text, say, step_time_line, summary_text
 from baoc.training.reallocator import Reallocator
 from baoc.types import Plan, Profile, Reallocation
 from baoc.units import format_bytes, gib
@@ -145,6 +145,8 @@ class Narrator:
         else:
             verdict = budget_verdict(limit, used_bytes=held, met=held <= limit, memory=memory, binding=plan.binding)
             lines.append(f"budget {plan.budget.name}: {verdict}")
+        if (time := step_time_line(plan)) is not None:
+            lines.append(f"{time}, not measured in training")
         return lines
 
     # -- reporting ------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_keys_of_the_sweeper_may_be_given_together():
 
 
 PATHS = [
-    "~/images", "~jo/images", "/home/jürgen/bilder", "/データ/犬", "/a b (copy)/[1]/{x}", "/a/#1 & co!", "/it's",
+    "~/images", "~jo/images", "/daten/jürgen", "/データ/犬", "/a b (copy)/[1]/{x}", "/a/#1 & co!", "/it's",
     "/a=b;c^d",
 ]  # fmt: skip
 

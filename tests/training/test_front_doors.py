@@ -381,3 +381,32 @@ def test_a_value_of_another_type_is_told_by_each_door_that_takes_it(given: dict[
     if next(iter(given)) in ("settings", "pretrained"):
         with pytest.raises(BadInputError, match=re.escape(said)):
             baoc.advise(Classifier(), torch.ones, lambda model, batch: batch, batch_size=2, budget="state_25", **given)
+
+
+def test_a_limit_on_time_alone_is_no_lack_of_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)), torch.randn(4, 7)
+    optimizer = BaocOptimizer(model, budget={"step_time": 1000}, probe=lambda: model(x).square().mean())
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert "every block runs what has the least risk within step_time=1000" in capsys.readouterr().out
+    assert re.search(
+        r"after 1 step: .*no limit on memory or state; optimizer step .* allowed by step_time=1000, not measured",
+        optimizer.summary(),
+    )
+
+
+@pytest.mark.parametrize("allocator", ["exact", "lagrangian"])
+@pytest.mark.parametrize(
+    "net", [lambda: [torch.zeros((), requires_grad=True)], lambda: nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3))]
+)
+def test_a_share_of_the_state_that_is_too_small_is_told_with_the_one_that_does(
+    net: Callable[[], Any], allocator: str
+) -> None:
+    """A scalar, as the temperature of an agent, needs more than a tenth of AdamW's state."""
+    settings = SessionSettings(planner=PlannerSettings(allocator=allocator))
+    params = net()
+    with pytest.raises(InfeasibleBudgetError, match=r"\(budget=state_[\d.]+\)") as refused:
+        BaocOptimizer(params, budget="state_0.5", settings=settings, verbose=False)
+    (least,) = re.findall(r"budget=(state_[\d.]+)", str(refused.value))
+    assert ("allocator='exact'" in str(refused.value).partition("would lower it")[2]) == (allocator != "exact")
+    assert BaocOptimizer(params, budget=least, settings=settings, verbose=False).budget_met
