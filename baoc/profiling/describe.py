@@ -15,7 +15,7 @@ from baoc.core.blocks import role_of
 from baoc.errors import BadInputError
 from baoc.optim.shards import with_sharding
 from baoc.parallel import unwrapped
-from baoc.types import ParamInfo
+from baoc.types import ParamInfo, Role
 
 # Inside these modules, a list holds heads, experts or sublayers of one layer, not layers.
 _ONE_LAYER_TYPE = re.compile(r"attention|mlp$|feedforward|moe|experts", re.IGNORECASE)
@@ -36,7 +36,8 @@ class _Owner:
 def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | None = None) -> tuple[ParamInfo, ...]:
     """The trainable parameters of `source` in order. A tied parameter appears once, with its other names as aliases.
 
-    Roles and depth come from module types and names; without a module, from names and shapes as far as possible.
+    Roles and depth come from module types and names; without a module, from names and shapes as far as possible. The
+    last linear layer is the head whatever it is called, see `_unnamed_head`.
 
     Args:
         source: a module; a mapping or pairs (name, tensor); plain tensors (named param0, param1, ... by position); or a
@@ -55,6 +56,13 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
     types = _module_types(module) if module is not None else {}
     layers = _Layers(module)
     depths = {key: layers.depth(owner.name) for key, owner in owners.items()}  # frozen layers keep their numbers
+    roles = {
+        key: role_of(owner.name, shape=owner.tensor.shape, module_type=types.get(owner.name, ""))
+        for key, owner in owners.items()
+        if not isinstance(owner.tensor, UninitializedParameter)
+    }
+    if (head := _unnamed_head(source, owners=owners, roles=roles, types=types, layers=layers)) is not None:
+        roles[head] = Role.HEAD
     infos: list[ParamInfo] = []
     for key, owner in owners.items():
         if not owner.tensor.requires_grad or (group_of is not None and key not in group_of):
@@ -70,7 +78,7 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
             name=owner.name,
             shape=shape,
             dtype=str(owner.tensor.dtype).removeprefix("torch."),
-            role=role_of(owner.name, shape=shape, module_type=kind),
+            role=roles[key],
             depth=depths[key],
             group=group_of[key] if group_of is not None else 0,
             aliases=tuple(owner.aliases),
@@ -156,6 +164,33 @@ def _module_types(module: nn.Module) -> dict[str, str]:
     }
 
 
+def _unnamed_head(
+    source: Any, *, owners: Mapping[int, _Owner], roles: Mapping[int, Role], types: Mapping[str, str], layers: "_Layers"
+) -> int | None:
+    """id of the weight that is a network's head by its place, though its name says something else or nothing.
+
+    That is the weight of a linear layer which is the last of all matrices, is not tied, and lies outside of the layers
+    or in a last layer that is built unlike the others. Where another name tells of a head, the last one must have a
+    name that tells nothing, as in `self.fc` before `self.out`.
+    """
+    matrices = {name: tensor for name, tensor in _named(source) if id(tensor) in roles and tensor.dim() > 1}
+    name, tensor = next(reversed(matrices.items()), ("", None))
+    is_linear = types[name].endswith("Linear") if name in types else name.rpartition(".")[2] == "weight"
+    if tensor is None or tensor.dim() != 2 or not is_linear or owners[id(tensor)].aliases:
+        return None
+    by_name = {n: role_of(n, shape=t.shape, module_type=types.get(n, "")) for n, t in matrices.items()}
+    # Attention outside of numbered layers makes the network a layer itself, and what is called mlp its second half.
+    is_layer = any(role is Role.ATTENTION and not re.search(r"\d\.", n) for n, role in by_name.items())
+    allowed = (Role.OTHER,) if is_layer or Role.HEAD in by_name.values() else (Role.OTHER, Role.MLP)
+    if roles[id(tensor)] not in allowed:
+        return None
+    layer = layers.layer(name)
+    others = {layers.layer(other) for other in matrices} - {layer, None}
+    if layer is not None and (not others or any(f"{other}{name[len(layer) :]}" in matrices for other in others)):
+        return None
+    return id(tensor)
+
+
 # -- depth ------------------------------------------------------------------------------------------------------------
 
 
@@ -172,11 +207,14 @@ class _Layers:
         self._numbers: dict[str, int] = {}
 
     def depth(self, name: str) -> int | None:
-        layer = self._from_modules(name) if self._module is not None else self._from_name(name)
+        layer = self.layer(name)
         return None if layer is None else self._numbers.setdefault(layer, len(self._numbers))
 
-    def _from_modules(self, name: str) -> str | None:
+    def layer(self, name: str) -> str | None:
         """Name of the innermost layer that holds the parameter `name`."""
+        return self._from_modules(name) if self._module is not None else self._from_name(name)
+
+    def _from_modules(self, name: str) -> str | None:
         module = self._module
         assert module is not None
         layer = None

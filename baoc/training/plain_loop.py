@@ -380,9 +380,13 @@ def with_network(
         raise BadInputError(f"model is a {type(model).__name__}: give the torch.nn.Module that has the parameters")
     module = params if model is None and isinstance(params, nn.Module) else model
     named, groups = name_parameters(params, model=model)
-    if module is None and all(map(is_placeholder_name, named)):
-        module = network_of(param for group in groups for _, param in group["params"])
-        named, groups = name_parameters(groups, model=module)
+    if module is None:
+        pairs = [pair for group in groups for pair in group["params"]]
+        found = network_of(param for _, param in pairs)
+        names = {} if found is None else {id(param): name for name, param in found.named_parameters()}
+        if all(is_placeholder_name(name) or name == names.get(id(param)) for name, param in pairs):
+            module = found
+            named, groups = name_parameters(groups, model=module)
     return module, named, groups
 
 

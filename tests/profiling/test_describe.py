@@ -1,5 +1,7 @@
 """Names, roles, layers and groups of parameters, from modules, named parameters, plain ones and parameter groups."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -163,3 +165,56 @@ def test_two_tensors_of_one_name_are_refused():
 def test_a_lazy_module_has_to_see_a_batch_first():
     with pytest.raises(BadInputError, match=r"'weight' has no shape yet, as its layer is lazy: run one"):
         describe(nn.LazyLinear(3))
+
+
+def of(**modules: nn.Module) -> nn.Module:
+    """A network with these modules as attributes, in their order."""
+    network = nn.Module()
+    for name, module in modules.items():
+        network.add_module(name, module)
+    return network
+
+
+def encoder_layers(count: int = 2) -> nn.ModuleList:
+    return nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(count))
+
+
+def line(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+
+
+HEADS = {
+    "mnist": (of(conv1=nn.Conv2d(1, 4, 3), fc1=nn.Linear(16, 8), fc2=nn.Linear(8, 3)), ["fc2"]),
+    "gpt": (of(tok=nn.Embedding(9, 8), blocks=encoder_layers(), to_logits=nn.Linear(8, 9)), ["to_logits"]),
+    "fc before out": (of(enc=nn.Linear(4, 8), fc=nn.Linear(8, 8), out=nn.Linear(8, 3)), ["fc", "out"]),
+    "vit": (of(patch=nn.Conv2d(3, 8, 4), t=encoder_layers(), mlp_head=nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3))),
+            ["mlp_head.1"]),
+    "recurrent": (of(emb=nn.Embedding(9, 8), rnn=nn.GRU(8, 8), decoder=nn.Linear(8, 9)), ["decoder"]),
+    "perceptron": (line(8, 16, 16, 3), ["2"]),
+    "autoencoder": (of(encoder=line(16, 8, 2), decoder=line(2, 8, 16)), ["decoder.1"]),
+    "sequence": (nn.Sequential(nn.Embedding(9, 8), *encoder_layers(), nn.Linear(8, 9)), ["3"]),
+    "unlike the layers": (
+        nn.Sequential(nn.Embedding(9, 8), *encoder_layers(), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 9))), ["3.1"]
+    ),
+    "list": (of(layers=nn.ModuleList(line(8, 8, 8, 3))), ["layers.2"]),
+    "head named and first": (of(lm_head=nn.Linear(8, 9), blocks=encoder_layers()), ["lm_head"]),
+    "layers alone": (of(tok=nn.Embedding(9, 8), blocks=encoder_layers()), []),
+    "one layer": (nn.TransformerEncoderLayer(8, 2, 16), []),
+    "one layer in a list": (nn.Sequential(*encoder_layers(1)), []),
+    "convolutions": (of(time_mlp=line(8, 8), down=nn.Conv2d(3, 4, 3), outc=nn.Conv2d(4, 3, 1)), []),
+    "last is tied": (Network(), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_last_linear_layer_is_the_head_whatever_it_is_called(name: str):
+    network, heads = HEADS[name]
+    want = [f"{head}.weight" for head in heads]
+    assert [p.name for p in describe(network) if p.role is Role.HEAD] == want
+    assert [p.name for p in describe(list(network.named_parameters())) if p.role is Role.HEAD] == want
+
+
+def test_a_frozen_head_is_the_head_still():
+    network = line(8, 8, 3)
+    network[1].requires_grad_(False)
+    assert [p.role for p in describe(network) if len(p.shape) > 1] == [Role.OTHER]

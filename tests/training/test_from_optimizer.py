@@ -10,6 +10,7 @@ from torch import nn
 from baoc import BaocOptimizer
 from baoc.errors import BadInputError
 from baoc.training.plain_loop import network_of
+from baoc.types import Role
 from tests.support.classifier import same
 from tests.support.plain_loops import net, train
 
@@ -46,9 +47,19 @@ def test_names_make_the_plan_the_same_as_that_of_the_module():
         BaocOptimizer.from_optimizer(torch.optim.AdamW(model.parameters()), model, budget="state_25").plan,
         BaocOptimizer(list(model.parameters()), model=model, budget="state_25", verbose=False).plan,
         BaocOptimizer(model.parameters(), budget="state_25", verbose=False).plan,
+        BaocOptimizer(list(model.named_parameters()), budget="state_25", verbose=False).plan,
         BaocOptimizer.from_optimizer(adamw(model), budget="state_25", verbose=False).plan,
     ]
     assert all(plan.allocation.choices == plans[0].allocation.choices for plan in plans[1:])
+
+
+@pytest.mark.parametrize("prefix", ["", "mine."])
+def test_named_parameters_have_the_types_of_their_network_unless_they_are_called_otherwise(prefix: str):
+    model = nn.Sequential(nn.Embedding(9, 8), nn.GRU(8, 8), nn.Linear(8, 9))
+    named = [(f"{prefix}{name}", param) for name, param in model.named_parameters()]
+    plan = BaocOptimizer(named, budget="state_25", verbose=False).plan
+    roles = {param.name: param.role for block in plan.blocks for param in block.params}
+    assert roles[f"{prefix}0.weight"] is (Role.OTHER if prefix else Role.EMBEDDING)
 
 
 @pytest.mark.slow
