@@ -7,14 +7,15 @@ like any other option. Hydra prefers a file of conf/ to a node of the same name.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from hydra.core.config_store import ConfigNode, ConfigStore
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, QuotedString
+from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -88,11 +89,30 @@ def _register_fixed_nodes(files: tuple[tuple[str, str, Path, int], ...]) -> None
         _store(group, name, node, package="_global_")
 
 
-def _store(
-    group: str, name: str, node: dict[str, Any], *, package: str | None = None, typed: str | None = None
-) -> None:
-    """`typed`: what the user gave on the command line, for `as_typed`. Launched jobs get it from the store."""
-    ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider=typed or "baoc")
+class _TypedOptions(dict[tuple[str, str], str], metaclass=Singleton):
+    """(group, option) -> what the user typed for it. Launched jobs get it, as Hydra hands them its singletons."""
+
+
+def _store(group: str, name: str, node: dict[str, Any], *, package: str | None = None) -> None:
+    ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="baoc")
+
+
+def _store_typed(group: str, typed: str, node: dict[str, Any]) -> None:
+    """Stores the node of what the user typed on the command line, for `as_typed`."""
+    option = _option_name(group, typed)
+    _TypedOptions()[group, option] = typed
+    _store(group, option, node)
+
+
+def _option_name(group: str, typed: str) -> str:
+    """The option's name for what the user typed: with a number where another option has that name already, as two
+    paths may differ in what no name can hold, and a file may be called as a recipe is."""
+    option = recipe_option(typed) if group == "recipe" else own_code_option(typed)
+    if option == typed:
+        return typed
+    nodes, known = ConfigStore.instance().repo.get(group, {}), _TypedOptions()
+    names = (option, *(f"{option}-{number}" for number in range(2, len(nodes) + 3)))
+    return next(name for name in names if known.get((group, name), "" if f"{name}.yaml" in nodes else typed) == typed)
 
 
 def register_budgets(values: Iterable[str]) -> None:
@@ -136,7 +156,7 @@ def register_recipes(overrides: Sequence[str] = ()) -> None:
         raise BadInputError("recipe.base is a key of files; here recipe=NAME is what the other keys change")
     for name in [*(RECIPES if keys else ()), *recipes]:
         node = recipe_or_none_node(Recipe(name=RACED) if name == RACED else find_recipe(name))
-        _store("recipe", recipe_option(name), _with_keys(node, keys=keys), typed=name)
+        _store_typed("recipe", name, _with_keys(node, keys=keys))
 
 
 def register_races(options: Iterable[str]) -> None:
@@ -159,7 +179,7 @@ def register_own_code(group: str, *, overrides: Sequence[str]) -> None:
     keys = [key for key in _keys_below(group, overrides) if key[0] not in fixed_keys and key != [TARGET]]
     for name in [*own_code.entry_points_of(f"baoc.{group}s"), *names]:
         node: dict[str, Any] = {"name": name, **({"path": None} if group == "dataset" else {})}
-        _store(group, own_code_option(name), _with_keys(node, keys=keys), typed=name)
+        _store_typed(group, name, _with_keys(node, keys=keys))
 
 
 def _keys_below(group: str, overrides: Sequence[str]) -> list[list[str]]:
@@ -222,8 +242,12 @@ def with_option_names(argv: Sequence[str]) -> list[str]:
     Paths with characters that Hydra's grammar does not have, such as ~, accents and brackets, are quoted.
     """
     to_option = {
-        **{key: own_code_option for group in own_code.CONFIG_GROUPS for key in (group, f"{group}.{TARGET}")},
-        "recipe": recipe_option,
+        **{
+            key: partial(_option_name, group)
+            for group in own_code.CONFIG_GROUPS
+            for key in (group, f"{group}.{TARGET}")
+        },
+        "recipe": partial(_option_name, "recipe"),
         "race": race_option,
         "budget": lambda text: repr(text) if text.isdecimal() else text,
     }
@@ -251,8 +275,7 @@ def as_typed(overrides: Sequence[str]) -> list[str]:
     words = []
     for word in overrides:
         key, _, option = word.partition("=")
-        node = ConfigStore.instance().repo.get(key.lstrip("+"), {}).get(f"{option}.yaml")
-        typed = (node.provider if isinstance(node, ConfigNode) else None) or ""
+        typed = _TypedOptions().get((key.lstrip("+"), option), "")
         is_other = own_code.names_own_code(typed) or names_recipe_file(typed)
         words.append(f"{key}={quote(typed)}" if is_other else word)
     return words
@@ -329,7 +352,9 @@ def job_folder(num: int, summary: str) -> str:
 
 
 def _unquoted(text: str) -> str:
-    return text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"" else text
+    if len(text) < 2 or text[0] != text[-1] or text[0] not in "'\"":
+        return text
+    return text[1:-1].replace(f"\\{text[0]}", text[0])
 
 
 def _read_node(file: Path) -> dict[str, Any]:

@@ -3,14 +3,16 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import yaml
+from hydra.core.singleton import Singleton
 from omegaconf import OmegaConf
 
 from baoc.config import assets
 from baoc.config.compose import compose
 from baoc.config.from_hydra import check_names, from_hydra
-from baoc.config.nodes import job_folder, option_names, option_values
+from baoc.config.nodes import as_typed, job_folder, option_names, option_values, register, with_option_names
 from baoc.config.options import group_keys, registry
 from baoc.config.resolve import resolve
 from baoc.config.schema import AllocatorConfig, RunConfig
@@ -328,3 +330,22 @@ def test_folders_of_jobs_are_safe_names():
     assert job_folder(2, "dataset.path=/a b/c") == "2_dataset.path=-a-b-c"
     assert job_folder(1, "") == "1"
     assert len(job_folder(3, "x" * 300)) < 100
+
+
+def test_what_is_called_alike_as_options_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file may be called as a recipe is, and paths may differ in what no option's name can hold. Launched jobs, which
+    get Hydra's singletons, know what was typed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    typed = ["recipe=muon8", "recipe=muon8.yaml", "recipe=a/x.yaml", "recipe=a-x.yaml"]
+    for rate, word in enumerate(typed[1:], start=2):
+        (tmp_path / word.partition("=")[2]).write_text(f"base: muon8\nlr: {{muon: {rate}}}\n")
+    code = ["model=a/b.py:build", "model=a-b.py:build"]
+    for _ in range(2):  # a second command of the process finds the names of the first
+        for words in (typed, code):
+            register(words)
+            options = [with_option_names([word])[0] for word in words]
+            assert len(set(options)) == len(words)
+            Singleton.set_state(cloudpickle.loads(cloudpickle.dumps(Singleton.get_state())))
+            assert as_typed(options) == words
+    assert [run_of(word).recipe.lr.get("muon") for word in typed[1:]] == [2, 3, 4]
