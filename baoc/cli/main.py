@@ -107,8 +107,9 @@ def _is_run(argv: Sequence[str]) -> bool:
 
 
 def _finish(code: int) -> int:
-    """Reports the frontier of a multirun; returns the command's exit code, or that of its first failed job."""
-    sweep_dir = jobs.STATE.sweep_dir
+    """Reports the frontier of a multirun. Returns the command's exit code, else that of its first failed job, else that
+    of a frontier that cannot be written."""
+    sweep_dir, frontier_code = jobs.STATE.sweep_dir, 0
     if sweep_dir is None:
         failures = jobs.STATE.failures
     elif not os.path.isdir(sweep_dir):  # could not be made; `Path.is_dir` raises for a name that is too long
@@ -119,34 +120,43 @@ def _finish(code: int) -> int:
         if is_study and code == BadInputError.exit_code:
             pass  # refused; a frontier of earlier trials would hide the message
         elif is_study or any(entry.is_dir() for entry in sweep_dir.glob("*")):
-            _report_frontier(sweep_dir)
+            frontier_code = _report_frontier(sweep_dir)
         else:  # refused before its first job
             shutil.rmtree(sweep_dir)
-    return code or next((failure.exit_code for failure in failures), 0)
+    return code or next((failure.exit_code for failure in failures), frontier_code)
 
 
-def _report_frontier(sweep_dir: Path) -> None:
-    if any(sweep_dir.glob("*/plan.json")):
-        from baoc.frontier.planned import write_planned_frontier
+def _report_frontier(sweep_dir: Path) -> int:
+    """Writes the frontier and prints where it is. Returns 0, or the exit code of the error, which it reports.
 
-        print(f"compare them in {write_planned_frontier(sweep_dir)}")
-        return
-    # Repeats of a trial are one folder deeper.
-    if not any(sweep_dir.glob("*/result.json")) and not any(sweep_dir.glob("*/*/result.json")):
-        print("no run has finished, so there is no frontier", file=sys.stderr)
-        return
+    What fails once the frontier is written, such as W&B, does not fail the command.
+    """
+    is_written = False
     try:
+        if any(sweep_dir.glob("*/plan.json")):
+            from baoc.frontier.planned import write_planned_frontier
+
+            print(f"compare them in {write_planned_frontier(sweep_dir)}")
+            return 0
+        # Repeats of a trial are one folder deeper.
+        if not any(sweep_dir.glob("*/result.json")) and not any(sweep_dir.glob("*/*/result.json")):
+            print("no run has finished, so there is no frontier", file=sys.stderr)
+            return 0
         from baoc.frontier.build import write_frontier
         from baoc.frontier.picture import render_picture
         from baoc.frontier.wandb_frontier import log_frontier
 
         frontier = write_frontier(sweep_dir)
+        is_written = True
         print(f"compare them in {sweep_dir / 'frontier.html'}")
         if (sweep_dir / "study.lock").exists():  # studies run unattended, and their picture is sent around
             render_picture(sweep_dir / "frontier.html")
         log_frontier(sweep_dir, frontier)
+        return 0
     except Exception as error:
-        report(failure_of(error), where="frontier: ")
+        failure = failure_of(error)
+        report(failure, where="frontier: ")
+        return 0 if is_written else failure.exit_code
 
 
 def _list_name(argv: Sequence[str]) -> str:

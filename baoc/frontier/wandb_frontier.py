@@ -12,6 +12,7 @@ from baoc.frontier.build import SweepFrontier
 from baoc.frontier.pareto import frontier_rows
 from baoc.frontier.runs import CONFIG, read_study_file
 from baoc.tracking.console import say
+from baoc.tracking.loggers import finishing
 from baoc.tracking.wandb_run import open_run
 
 JOB_TYPE = "frontier"
@@ -38,18 +39,18 @@ def log_frontier(folder: Path, built: SweepFrontier) -> bool:
     import wandb
 
     run = logger.experiment
-    for frontier in built.frontiers:
-        if not frontier.points:
-            continue
-        rows = frontier_rows(frontier)
-        name, columns = f"{rows[0]['task']}_{rows[0]['model']}", cast(list[Any], list(rows[0]))
-        run.log({f"frontier/{name}": wandb.Table(columns=columns, data=[list(row.values()) for row in rows])})
-        run.summary[f"frontier/{name}_hypervolume_doublings"] = frontier.hypervolume
-        run.summary[f"frontier/{name}_on_front"] = len(frontier.best)
-        run.summary[f"frontier/{name}_points"] = len(frontier.points)
-    if (page := folder / "frontier.html").is_file():
-        run.log({"frontier/page": wandb.Html(str(page), inject=False)})
-    logger.finish(exit_code=0)
+    with finishing([logger]):
+        for frontier in built.frontiers:
+            if not frontier.points:
+                continue
+            rows = frontier_rows(frontier)
+            name, columns = f"{rows[0]['task']}_{rows[0]['model']}", cast(list[Any], list(rows[0]))
+            run.log({f"frontier/{name}": wandb.Table(columns=columns, data=[list(row.values()) for row in rows])})
+            run.summary[f"frontier/{name}_hypervolume_doublings"] = frontier.hypervolume
+            run.summary[f"frontier/{name}_on_front"] = len(frontier.best)
+            run.summary[f"frontier/{name}_points"] = len(frontier.points)
+        if (page := folder / "frontier.html").is_file():
+            run.log({"frontier/page": wandb.Html(str(page), inject=False)})
     return True
 
 

@@ -332,9 +332,13 @@ def _budget_verdict(result: RunResult) -> str | None:
 
 
 def budget_verdict(limit_bytes: int, *, used_bytes: int, met: bool | None, memory: bool, binding: bool) -> str:
-    """`8.00 GiB of device memory: met, 512.00 MiB to spare (binds)`; without `memory` it is of optimizer state."""
+    """`8.00 GiB of device memory: met, 512.00 MiB to spare (binds)`; without `memory` it is of optimizer state.
+
+    A budget of `budget.schedule` is met although more was used before it came into force.
+    """
     slack = limit_bytes - used_bytes
-    verdict = f"met, {format_bytes(slack)} to spare" if met else f"NOT met, {format_bytes(-slack)} over"
+    room = f"{format_bytes(slack)} to spare" if slack >= 0 else "the peak is of an earlier, larger budget"
+    verdict = f"met, {room}" if met else f"NOT met, {format_bytes(-slack)} over"
     binds = "binds" if binding else "does not bind"
     kind = "of device memory" if memory else "of optimizer state"
     return f"{format_bytes(limit_bytes)} {kind}: {verdict} ({binds})"

@@ -35,9 +35,9 @@ class JsonlLogger(Logger):
         self._last_step = -1
         self._epoch = 0
         # time_s continues from an earlier attempt in the same file
-        earlier = read_jsonl(self.path) if self.path.is_file() else []
+        earlier = [line.get("time_s") for line in read_jsonl(self.path)] if self.path.is_file() else []
         self._csv_written_s = time.monotonic()
-        self._start_s = self._csv_written_s - max((line.get("time_s", 0.0) for line in earlier), default=0.0)
+        self._start_s = self._csv_written_s - max((s for s in earlier if isinstance(s, int | float)), default=0.0)
 
     @property
     def name(self) -> str | None:

@@ -85,7 +85,8 @@ def log_summary(loggers: Sequence[Logger], *, result: RunResult) -> None:
     }
     if result.budget_bytes is not None:
         used_bytes = result.peak_bytes if result.budget.get("kind") == "memory" else result.state_bytes
-        values["budget/slack_gib"] = gib(result.budget_bytes - used_bytes)
+        if not result.budget_met or used_bytes <= result.budget_bytes:  # else the peak is of an earlier, larger budget
+            values["budget/slack_gib"] = gib(result.budget_bytes - used_bytes)
     if result.peak_by_rank:
         values["ranks"] = result.num_ranks
         values |= {f"memory/peak_gib_rank_{rank}": gib(peak) for rank, peak in enumerate(result.peak_by_rank)}

@@ -45,7 +45,12 @@ def supersede(
         return 0
     LineFile(path).close()  # moves a torn last line aside
     lines = [line for line in path.read_bytes().split(b"\n") if line]
-    is_superseded = [record.get("step", from_step) >= from_step or also(record) for record in read_jsonl(path)]
+    records = read_jsonl(path)
+    if damaged := [record for record in records if type(record.get("step", from_step)) is not int]:
+        raise BadInputError(
+            f"{path} has a line whose step is no number ({damaged[0]}): it was damaged; remove that line"
+        )
+    is_superseded = [record.get("step", from_step) >= from_step or also(record) for record in records]
     superseded = list(compress(lines, is_superseded))
     if not superseded:
         return 0

@@ -16,7 +16,7 @@ from baoc.cli import jobs
 from baoc.cli.main import main
 from baoc.cli.run_lock import lock_folder
 from baoc.config.schema import RunConfig
-from baoc.errors import InfeasibleBudgetError, TrainingFailedError
+from baoc.errors import InfeasibleBudgetError, OutputError, TrainingFailedError
 from baoc.units import MIB
 from tests.support.paths import ROOT, read_config
 
@@ -229,6 +229,29 @@ def test_jobs_of_files_of_recipes_name_them(training, frontiers, tmp_path: Path)
     commands = training(do_nothing)
     assert main(["-m", "recipe=one.yaml,two.yaml"]) == 0
     assert commands == [f"python run.py recipe={name}.yaml" for name in ("one", "two")]
+
+
+@pytest.mark.parametrize("failing", ["build.write_frontier", "wandb_frontier.log_frontier"])
+def test_a_frontier_that_cannot_be_written_fails_the_multirun_and_wandb_does_not(
+    training, frontiers, failing: str, monkeypatch, capsys
+):
+    def fail(*_: object) -> None:
+        raise OutputError("no space left")
+
+    training(do_nothing)
+    monkeypatch.setattr(f"baoc.frontier.{failing}", fail)
+    assert main(["-m", "budget=4gb,8gb"]) == (2 if failing.startswith("build") else 0)
+    assert "baoc: error: frontier: no space left" in capsys.readouterr().err
+
+
+def test_plans_that_cannot_be_compared_end_in_a_sentence(training, monkeypatch, capsys):
+    def fail(_: Path) -> None:
+        raise OutputError("no space left")
+
+    training(lambda config, run_dir, command: (run_dir / "plan.json").write_text("{}"))
+    monkeypatch.setattr("baoc.frontier.planned.write_planned_frontier", fail)
+    assert main(["-m", "budget=4gb,8gb"]) == 2
+    assert "baoc: error: frontier: no space left" in capsys.readouterr().err
 
 
 def test_a_multirun_without_a_finished_run_has_no_frontier(training, frontiers, capsys):

@@ -185,6 +185,12 @@ def test_the_closing_summary_holds_peak_against_budget(capsys: pytest.CaptureFix
         assert text in out
 
 
+def test_a_peak_of_before_a_lower_budget_came_is_told_as_that(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_result(make_result(budget_bytes=MIB, peak_bytes=2 * MIB, budget_met=True), run_dir="outputs/x")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1.00 MiB of device memory: met, the peak is of an earlier, larger budget (does not bind)" in out
+
+
 def test_a_budget_that_was_not_met_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     budget = {"kind": "state_fraction", "name": "state_25", "limit": 0.25}
     result = make_result(budget=budget, budget_bytes=MIB, state_bytes=2 * MIB, budget_met=False, binding=True)

@@ -131,3 +131,19 @@ def test_a_line_that_is_none_of_ours_is_told(tmp_path: Path, line: str) -> None:
     with pytest.raises(BadInputError, match=r"has a line without schema and step .*: it was damaged; remove that line"):
         read_metrics(tmp_path)
     JsonlLogger(tmp_path)  # whoever resumes is not disturbed by it
+
+
+@pytest.mark.parametrize("step", [None, "1", 1.5, True])
+def test_a_step_that_is_no_number_is_told_when_its_line_would_be_superseded(tmp_path: Path, step: object) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"schema": 1, "step": step}) + "\n")
+    with pytest.raises(BadInputError, match=r"has a line whose step is no number .*: it was damaged; remove that line"):
+        supersede(path, from_step=0)
+    assert path.read_text() and not (tmp_path / "metrics.jsonl.superseded").exists()
+
+
+@pytest.mark.parametrize("time_s", [None, "x", []])
+def test_a_time_that_is_no_number_does_not_count(tmp_path: Path, time_s: object) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"schema": 1, "step": 0, "time_s": time_s}) + "\n")
+    log_steps(tmp_path, range(1, 2))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1]
