@@ -306,8 +306,10 @@ class RaceRun:
         race = self.config.race
         # races of several folders of one name may share a storage, and a folder may be moved
         default = f"race_{self.folder.parent.name}_{self.folder.name}_{json_sha256(str(self.folder))[:8]}"
-        with explain_storage_errors(race.storage, folder=self.folder):
-            name = stored_name(race.storage, folder=self.folder, default=default)
+        name = self.study.study_name if self.study is not None else None
+        if name is None:
+            with explain_storage_errors(race.storage, folder=self.folder):
+                name = stored_name(race.storage, folder=self.folder, default=default)
         config = StudyConfig(
             name=name,
             objectives={"quality": "maximize" if self.target.higher_is_better else "minimize"},

@@ -536,7 +536,7 @@ def test_an_entrant_all_of_whose_runs_fail_leaves_and_only_a_stage_without_other
                 return RunEnd(status=FAILED, message="crashed")
             return RunEnd(status=DONE, score=1.0 + names.index(run.entrant) + 0.001 * run.seed)
 
-        trials = SimpleNamespace(get_trials=lambda **_: list(range(len(race.runs))))
+        trials = SimpleNamespace(study_name="race", get_trials=lambda **_: list(range(len(race.runs))))
         monkeypatch.setattr(race_module, "run_study", lambda *_, **__: trials)
         for name, stub in {"_run_end": ended, "_has_time": lambda *_, **__: True, "_rows": list}.items():
             monkeypatch.setattr(race, name, stub)
