@@ -40,7 +40,8 @@ def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool =
         options: Those of BaocOptimizer: `recipe`, `pretrained`, `settings`, `verbose`, ...
 
     Raises:
-        BadInputError: The trainer has an optimizer already; or, from `train`, it builds one other than AdamW.
+        BadInputError: The trainer has an optimizer or a budget already; or, from `train`, it builds one other than
+            AdamW.
         InfeasibleBudgetError: With `auto_batch`, no way to run a step fits.
     """
     if trainer.optimizer is not None:
@@ -48,6 +49,8 @@ def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool =
             f"the Trainer has an optimizer already ({type(trainer.optimizer).__name__}): leave optimizers= out, or "
             "give optimizers=(make_optimizer(model, arguments, budget=...), None) in place of with_budget"
         )
+    if any(isinstance(callback, BudgetCallback) for callback in trainer.callback_handler.callbacks):
+        raise BadInputError("the Trainer has a budget already: call with_budget once, with the budget that counts")
     if auto_batch:
         shared = ("recipe", "settings", "pretrained")
         split_batches(trainer, budget=budget, **{key: options[key] for key in shared if key in options})
@@ -55,7 +58,7 @@ def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool =
 
     def create_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = build(*args, **kwargs)
-        if not isinstance(built, BaocOptimizer):
+        if budgeted(built) is None:  # a second `train` goes on with the optimizer of the first, in wrappers
             said = 'create_optimizer of the Trainer (TrainingArguments(optim="adamw_torch") is AdamW) returned'
             hyperparameters(built, said=said)
             built = trainer.optimizer = BaocOptimizer.from_optimizer(built, trainer.model, budget=budget, **options)

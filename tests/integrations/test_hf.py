@@ -66,6 +66,23 @@ def test_a_trainer_trains_as_with_its_own_adamw_where_no_budget_binds(tmp_path):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
 
+def test_a_second_train_goes_on_as_with_the_trainers_own_adamw(tmp_path):
+    ends = []
+    for budget in (None, "unlimited"):
+        trainer = trained(tmp_path / str(budget), budget=budget, settings=PRIOR)
+        optimizer = trainer.optimizer
+        trainer.train()
+        assert trainer.optimizer is optimizer
+        ends.append([param.detach() for param in trainer.model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*ends, strict=True))
+
+
+def test_a_second_budget_is_refused(tmp_path):
+    trainer = with_budget(Trainer(classifier(), arguments(tmp_path), train_dataset=sentences()), budget="state_25")
+    with pytest.raises(BadInputError, match="has a budget already: call with_budget once"):
+        with_budget(trainer, budget="state_10")
+
+
 @pytest.mark.parametrize("budget", ["state_25", "8gb"])
 def test_groups_schedule_logs_and_verdict_are_there_and_it_resumes_bit_for_bit(budget: str, tmp_path, capsys):
     trainer = trained(tmp_path, budget=budget)
