@@ -12,6 +12,7 @@ import stat
 import sys
 import tempfile
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ def read_private(path: Path) -> str | None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file atomically, by a rename, so that of two runs one wins. Ignores errors of the file system."""
-    with suppress(OSError):
+    """Writes a file atomically, by a rename, so that of two runs one wins. An error of the file system is no error of
+    the caller, see `warn_unwritable`."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
@@ -63,6 +65,25 @@ def write_private(path: Path, text: str) -> None:
             os.replace(draft, path)
         except OSError:  # such as a full disk
             os.unlink(draft)
+            raise
+    except OSError as error:
+        warn_unwritable(path.parent, error)
+
+
+def warn_unwritable(folder: Path, error: OSError) -> None:
+    """Warns, once, if a folder of those below the one that the user has set cannot be written."""
+    if (setting := os.environ.get(CACHE_VARIABLE)) and folder.is_relative_to(cache_folder()):
+        _warn_of(setting, error.strerror or str(error))
+
+
+@lru_cache
+def _warn_of(setting: str, reason: str) -> None:
+    log.warning(
+        "$%s=%s cannot be written (%s), so nothing is kept there: set it to a folder of yours",
+        CACHE_VARIABLE,
+        setting,
+        reason,
+    )
 
 
 def why_others_can_write(folder: Path) -> str | None:

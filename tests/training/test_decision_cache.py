@@ -285,3 +285,17 @@ def test_a_folder_that_cannot_be_written_keeps_none(tmp_path: Path, monkeypatch:
     (tmp_path / "file").write_text("")
     write_private(tmp_path / "file" / "below", "text")
     assert read_private(tmp_path / "file" / "below") is None
+
+
+def test_a_cache_folder_that_the_user_set_and_cannot_be_written_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "cache"
+    write_private(folder / "a", "text")
+    assert not caplog.records, "nobody has asked for this folder"
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
+    for name in "ab":
+        write_private(folder / name, "text")
+    text = f"${CACHE_VARIABLE}={folder} cannot be written (Not a directory), so nothing is kept there"
+    assert caplog.text.count(text) == 1

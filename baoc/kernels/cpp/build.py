@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from baoc.cache import CACHE_VARIABLE, cache_folder, user, why_not_private, why_others_can_write
+from baoc.cache import CACHE_VARIABLE, cache_folder, user, warn_unwritable, why_not_private, why_others_can_write
 
 log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
@@ -117,6 +117,7 @@ def cached_library(stem: str, parts: Sequence[str], make: Callable[[Path], None]
             return _verified(folder / name, make)
         except OSError as error:
             log.info("folder %s cannot keep the library: %s", folder, error)
+            warn_unwritable(folder, error)
     try:
         folder = Path(tempfile.mkdtemp(prefix="baoc-"))
     except OSError as error:
