@@ -137,7 +137,7 @@ def with_rate(recipe: Recipe, rate: float, *, by_role: Mapping[str, float] | Non
 def family_of(params: Sequence[ParamInfo]) -> str | None:
     """The measured family of a network, by shapes and roles; None if it is no transformer of a measured kind.
 
-    Diffusion: it has modulated layers. Language: an embedding has the head's shape or is tied; with a convolution of
+    Diffusion: it has modulated layers. Language: an embedding has the head's rows or is tied; with a convolution of
     images too it has to be tied, as the table may be of classes. Vision: a convolution cuts images into patches, and
     there is a head.
     """
@@ -160,11 +160,11 @@ def family_of(params: Sequence[ParamInfo]) -> str | None:
 
 
 def _of_tokens(tables: Sequence[ParamInfo], *, heads: Sequence[ParamInfo]) -> bool:
-    """Whether an embedding table has a head's shape, or is tied and no head is beside it, as in networks that read and
+    """Whether an embedding table has a head's rows, or is tied and no head is beside it, as in networks that read and
     predict tokens: encoder and decoder share a table too. A head of two rows is of two classes, though BERT's table of
-    segments has its shape."""
-    shapes = {head.shape for head in heads if head.shape[0] > 2}
-    return any(table.shape in shapes or (table.aliases and not heads) for table in tables)
+    segments has as many."""
+    rows = {head.shape[0] for head in heads if head.shape[0] > 2}
+    return any(table.shape[0] in rows or (table.aliases and not heads) for table in tables)
 
 
 def nearest_family(params: Sequence[ParamInfo], *, task: str | None = None) -> str | None:
@@ -173,7 +173,7 @@ def nearest_family(params: Sequence[ParamInfo], *, task: str | None = None) -> s
     That is the family of the `task` if it is known. Else networks with convolutions over images are nearest to vision,
     or to diffusion if the last one puts out as many channels as the first one takes and there is no head, as in a
     U-Net. They are asked first, as networks for images may have tables of classes. Networks with an embedding table are
-    nearest to language; beside one-dimensional convolutions or a head only if a head has the table's shape: a
+    nearest to language; beside one-dimensional convolutions or a head only if a head has the table's rows: a
     classifier of texts predicts no tokens.
 
     None without convolutions and tables, as for a perceptron, and with less than two hidden matrices: recipes differ in

@@ -153,6 +153,8 @@ def test_the_nearest_kind_is_by_what_a_network_reads():
     head = replace(table, name="lm_head.weight", role=Role.HEAD)
     classifier = replace(head, name="classifier.weight", shape=(2, 64))
     assert nearest_family([table, *recurrent, head]) == "language"
+    narrow = replace(table, shape=(256, 16))  # the state is wider than the table, as mostly in recurrent networks
+    assert nearest_family([narrow, *recurrent, head]) == "language"
     segments = replace(table, name="token_type_embeddings.weight", shape=(2, 64))
     attends = [replace(param, role=Role.ATTENTION) for param in recurrent]
     for hidden in (recurrent, attends):
