@@ -239,15 +239,15 @@ def _step_chunk(  # noqa: C901 (switches that are resolved when it is compiled)
 
 @triton.jit
 def step_kernel(
-    chunk_tensor,  # int32[chunks]: tensor of each chunk
-    first_chunk,  # int32[tensors + 1]
+    program_tensor,  # int32[programs]: tensor of each program
+    first_program,  # int32[tensors + 1]
     numels,  # int64[tensors]
     ptrs,  # int64[tensors, 8]: addresses of param, m, m.scale, v, v.scale, correction, match
     grad_ptrs,  # int64[tensors]: addresses, 0 where there is no gradient
     settings,  # fp32[tensors, 8]
     thresholds,  # fp32[132]: see `kinds.kernel_thresholds`
     repair,  # fp32[tensors]
-    partial,  # fp32[chunks]: sum of squares of the update
+    partial,  # fp32[programs]: sum of squares of the update
     skipped,  # int32[tensors]: counts elements that are not stepped
     nonfinite,  # int64[tensors]: counts non-finite elements
     RULE: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHTS: tl.constexpr, PARAM: tl.constexpr,
@@ -261,7 +261,7 @@ def step_kernel(
         grad_addr = tl.load(grad_ptrs + pid)
         if (tl.load(repair + pid) != 0.0) & (grad_addr != 0):
             numel = tl.load(numels + pid)
-            chunks = tl.load(first_chunk + pid + 1) - tl.load(first_chunk + pid)
+            chunks = tl.load(first_program + pid + 1) - tl.load(first_program + pid)
             for chunk in range(tl.program_id(1), chunks, REPAIRERS):
                 start = (numel * 0 + chunk) * CHUNK  # in 64 bits
                 left = tl.minimum(numel - start, CHUNK).to(tl.int32)
@@ -270,9 +270,9 @@ def step_kernel(
                     RULE, M, V, WEIGHTS, PARAM, GRAD, MODE, MATCHED, TRACK, COUNT, MARKED, CHUNK, VEC, False,
                 )  # fmt: skip
     else:
-        tensor = tl.load(chunk_tensor + pid)
+        tensor = tl.load(program_tensor + pid)
         grad_addr = tl.load(grad_ptrs + tensor)
-        start = (pid - tl.load(first_chunk + tensor)).to(tl.int64) * CHUNK
+        start = (pid - tl.load(first_program + tensor)).to(tl.int64) * CHUNK
         left = tl.minimum(tl.load(numels + tensor) - start, CHUNK).to(tl.int32)
         if grad_addr != 0:
             done = False
@@ -313,8 +313,8 @@ def launch_step(
     limits = {"maxnreg": table.config.registers} if table.config.registers else {}
     with table.launches.recording(key, of=table.ptrs):
         start(
-            kernel, (len(table.params), REPAIRERS.value) if repairs else (table.num_chunks,),
-            table.chunk_tensor, table.first_chunk, sizes, table.ptrs, table.grad_ptrs, table.settings, *buffers,
+            kernel, (len(table.params), REPAIRERS.value) if repairs else (table.num_programs,),
+            table.program_tensor, table.first_program, sizes, table.ptrs, table.grad_ptrs, table.settings, *buffers,
             table.thresholds, table.repair, table.partial, table.num_skipped, table.num_nonfinite,
             **constants, WEIGHTS=table.kind.weights, PARAM=DTYPES[table.dtype], GRAD=DTYPES[table.grad_dtype],
             MODE=call.mode, MATCHED=call.matched, TRACK=call.track and not repairs,

@@ -11,7 +11,7 @@ The launch path of a fused step, in the order of calls:
    waits only if it is more than `SLOTS` uploads ahead of the device.
 3. `Engine.run` launches the kernels. `Upload.copy_up` copies the slot to the device. Then `_step` calls `launch` for
    each table, which is `launch` of `elementwise`, `matrix`, `foam` or `muon`. A program finds its tensor in
-   `chunk_tensor`, reads the tensor's addresses and settings from its rows, and steps one chunk of it.
+   `program_tensor`, reads the tensor's addresses and settings from its rows, and steps one chunk of it.
 4. Tables whose updates are matched, that is scaled by target / RMS, are repaired. Step 3 used the RMS of the update
    before. `sum_kernel` adds up the squares of this update, `match_kernel` computes the factor that should have been
    used, and the table's kernel runs again in mode "repair": it subtracts
@@ -116,7 +116,7 @@ class Engine:
         self.sums = torch.zeros(size, dtype=torch.float32, device=device)
         self.num_skipped = torch.zeros(size, dtype=torch.int32, device=device)
         self.num_nonfinite, self.num_nonfinite_host = self._upload.back, self._upload.received
-        self._program_starts = _padded_starts(table.num_chunks for table in self.tables)
+        self._program_starts = _padded_starts(table.num_programs for table in self.tables)
         self.partial = torch.zeros(max(self._program_starts[-1], 1), dtype=torch.float32, device=device)
 
     def _at_places(self, rows: list[list[int]], *, width: int) -> Tensor:
@@ -140,7 +140,7 @@ class Engine:
         spans: list[list[int]] = []
         self.matches: dict[int, Tensor] = {}
         for table, begin, program in zip(self.tables, self._table_starts, self._program_starts, strict=False):
-            spans += [[program + first, program + last] for first, last in pairwise(table.chunk_starts)]
+            spans += [[program + first, program + last] for first, last in pairwise(table.program_starts)]
             for index, match in enumerate(table.matches):
                 if match is not None:
                     self.matches[id(match)] = match
@@ -160,7 +160,7 @@ class Engine:
             table.settings, table.thresholds = self._settings[begin:end], self._thresholds
             table.repair, table.num_skipped = self.repair[begin:end], self.num_skipped[begin:end]
             table.num_nonfinite, table.steps = self.num_nonfinite[begin:end], self.settings.steps[begin:end]
-            table.partial = self.partial[program : program + max(table.num_chunks, 1)]
+            table.partial = self.partial[program : program + max(table.num_programs, 1)]
 
     @property
     def nbytes(self) -> int:
@@ -385,7 +385,7 @@ def _padded_starts(lengths: Iterable[int]) -> list[int]:
 
 def launch(table: FusedTable, call: Call) -> None:
     """Launches the kernels of the table's family: `launch` of `elementwise`, `matrix`, `foam` or `muon`."""
-    if table.num_chunks:
+    if table.num_programs:
         import_module(table.kind.family.module).launch(table, call)
 
 

@@ -246,8 +246,8 @@ def _sides(shapes, tensor):
 
 @triton.jit
 def foam_kernel(
-    chunk_tensor,  # int32[programs]
-    first_chunk,  # int32[tensors + 1]
+    program_tensor,  # int32[programs]
+    first_program,  # int32[tensors + 1]
     shapes,  # int64[tensors, 4]: numel, rows, cols, transposed
     ptrs,  # int64[tensors, 8]
     grad_ptrs,  # int64[tensors]
@@ -265,11 +265,11 @@ def foam_kernel(
     """One program per ENTRIES * REPEAT folded numbers. In mode "repair", REPAIRERS programs share a tensor, so that a
     tensor without anything to repair costs little."""
     pid = tl.program_id(0)
-    tensor = pid if MODE == "repair" else tl.load(chunk_tensor + pid)
+    tensor = pid if MODE == "repair" else tl.load(program_tensor + pid)
     grad_addr = tl.load(grad_ptrs + tensor)
     if MODE == "repair":
         if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
-            programs = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
+            programs = tl.load(first_program + tensor + 1) - tl.load(first_program + tensor)
             rows, cols, transposed = _sides(shapes, tensor)
             at, row = load_row(tensor, ptrs, settings)
             for index in range(tl.program_id(1), programs * REPEAT, REPAIRERS):
@@ -279,7 +279,7 @@ def foam_kernel(
                     WIDE, VEC,
                 )  # fmt: skip
     else:
-        index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
+        index = (pid - tl.load(first_program + tensor)).to(tl.int64)
         rows, cols, transposed = _sides(shapes, tensor)
         at, row = load_row(tensor, ptrs, settings)
         if grad_addr != 0:

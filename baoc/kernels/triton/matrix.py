@@ -342,8 +342,8 @@ def _program(
 
 @triton.jit
 def apply_kernel(
-    chunk_tensor,  # int32[programs]
-    first_chunk,  # int32[tensors + 1]
+    program_tensor,  # int32[programs]
+    first_program,  # int32[tensors + 1]
     shapes,  # int64[tensors, 4]: numel, rows, cols, transposed
     ptrs,  # int64[tensors, 8]
     grad_ptrs,  # int64[tensors]
@@ -364,11 +364,11 @@ def apply_kernel(
     """One program per REPEAT complete lines or chunks. In mode "repair", REPAIRERS programs share a tensor, so that a
     tensor without anything to repair costs little."""
     pid = tl.program_id(0)
-    tensor = pid if MODE == "repair" else tl.load(chunk_tensor + pid)
+    tensor = pid if MODE == "repair" else tl.load(program_tensor + pid)
     grad_addr = tl.load(grad_ptrs + tensor)
     if MODE == "repair":
         if (tl.load(repair + tensor) != 0.0) & (grad_addr != 0):
-            programs = tl.load(first_chunk + tensor + 1) - tl.load(first_chunk + tensor)
+            programs = tl.load(first_program + tensor + 1) - tl.load(first_program + tensor)
             lines, length = stored_shape(shapes, tensor)
             line_at = tl.load(offsets + tensor * OFFSETS + LINE_VECTOR)
             column_at = tl.load(offsets + tensor * OFFSETS + COLUMN_VECTOR)
@@ -383,7 +383,7 @@ def apply_kernel(
                     TRACK, COUNT, MARKED, KINDS, REPEAT > 1, CHUNK, VEC,
                 )  # fmt: skip
     else:
-        index = (pid - tl.load(first_chunk + tensor)).to(tl.int64)
+        index = (pid - tl.load(first_program + tensor)).to(tl.int64)
         lines, length = stored_shape(shapes, tensor)
         line_at = tl.load(offsets + tensor * OFFSETS + LINE_VECTOR)
         column_at = tl.load(offsets + tensor * OFFSETS + COLUMN_VECTOR)

@@ -49,14 +49,14 @@ _NORM_BLOCK_SIZE = 1024
 
 
 @triton.jit
-def _program(owner, first, first_chunk, numels, CHUNK: tl.constexpr):
+def _program(owner, first, first_program, numels, CHUNK: tl.constexpr):
     """This program's (tensor, index among the table's programs, first element, number of elements)."""
     pid = tl.program_id(0)
     tensor = tl.load(owner + pid)
     index = pid - tl.load(first + tensor)
     start = index.to(tl.int64) * CHUNK
     left = tl.minimum(tl.load(numels + tensor) - start, CHUNK).to(tl.int32)
-    return tensor, tl.load(first_chunk + tensor) + index, start, left
+    return tensor, tl.load(first_program + tensor) + index, start, left
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def _momentum(tensor, grad_addr, start, left, ptrs, settings, M: tl.constexpr, G
 def scan_kernel(
     owner,  # int32[programs]: tensor of each
     first,  # int32[tensors]: first program of each tensor in this launch
-    first_chunk,  # int32[tensors + 1]: and among the table's programs
+    first_program,  # int32[tensors + 1]: and among the table's programs
     numels,  # int64[tensors]
     ptrs,  # int64[tensors, 8]
     grad_ptrs,  # int64[tensors]
@@ -100,7 +100,7 @@ def scan_kernel(
     M: tl.constexpr, GRAD: tl.constexpr, MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of squares of the momentum, from which `norm_kernel` computes norms."""
-    tensor, program, start, left = _program(owner, first, first_chunk, numels, CHUNK)
+    tensor, program, start, left = _program(owner, first, first_program, numels, CHUNK)
     grad_addr = tl.load(grad_ptrs + tensor)
     if grad_addr != 0:
         nesterov, _, _, _ = _momentum(tensor, grad_addr, start, left, ptrs, settings, M, GRAD, MARKED, CHUNK, VEC)
@@ -111,10 +111,10 @@ def scan_kernel(
 
 
 @triton.jit
-def norm_kernel(members, first_chunk, tops, sums, scales, BLOCK_SIZE: tl.constexpr):
+def norm_kernel(members, first_program, tops, sums, scales, BLOCK_SIZE: tl.constexpr):
     """scales[tensor] = (1 / largest, 1 / norm of momentum / largest). Without the first, small squares underflow."""
     tensor = tl.load(members + tl.program_id(0))
-    begin, end = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
+    begin, end = tl.load(first_program + tensor), tl.load(first_program + tensor + 1)
     lanes = tl.arange(0, BLOCK_SIZE)
     top = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     for at in range(begin, end, BLOCK_SIZE):
@@ -130,7 +130,7 @@ def norm_kernel(members, first_chunk, tops, sums, scales, BLOCK_SIZE: tl.constex
 
 @triton.jit
 def gather_kernel(
-    owner, first, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds,
+    owner, first, first_program, numels, ptrs, grad_ptrs, settings, thresholds,
     slots,  # int32[tensors]: place in the stack
     scales,  # fp32[tensors, 2]
     stack,  # fp16 [num, lines, length]: takes the momentum over its norm
@@ -139,7 +139,7 @@ def gather_kernel(
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Stores the new m, and the normalized momentum in the stack; zeros for a matrix without gradient."""
-    tensor, _, start, left = _program(owner, first, first_chunk, numels, CHUNK)
+    tensor, _, start, left = _program(owner, first, first_program, numels, CHUNK)
     grad_addr, addrs = tl.load(grad_ptrs + tensor), ptrs + tensor * WIDTH
     tile, groups = tile_of(CHUNK)
     inside = tile < left
@@ -181,7 +181,7 @@ def _stepped_mask(tensor, grad_addr, start, tile, inside, skipped, TRACK: tl.con
 
 @triton.jit
 def square_kernel(
-    owner, first, first_chunk, numels, grad_ptrs, slots,
+    owner, first, first_program, numels, grad_ptrs, slots,
     sizes,  # fp32[tensors]: what the polar factor is multiplied by
     stack,  # fp16: the polar factors
     partial,  # fp32[table's programs]
@@ -190,7 +190,7 @@ def square_kernel(
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares of the update."""
-    tensor, program, start, left = _program(owner, first, first_chunk, numels, CHUNK)
+    tensor, program, start, left = _program(owner, first, first_program, numels, CHUNK)
     grad_addr = tl.load(grad_ptrs + tensor)
     square = 0.0
     if grad_addr != 0:
@@ -203,11 +203,11 @@ def square_kernel(
 
 
 @triton.jit
-def total_kernel(members, first_chunk, numels, partial, skipped, totals, BLOCK_SIZE: tl.constexpr):
+def total_kernel(members, first_program, numels, partial, skipped, totals, BLOCK_SIZE: tl.constexpr):
     """totals[place in the batch] = sum of squares of the update, and elements that are stepped."""
     place = tl.program_id(0)
     tensor = tl.load(members + place)
-    begin, end = tl.load(first_chunk + tensor), tl.load(first_chunk + tensor + 1)
+    begin, end = tl.load(first_program + tensor), tl.load(first_program + tensor + 1)
     lanes = tl.arange(0, BLOCK_SIZE)
     total = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     for at in range(begin, end, BLOCK_SIZE):
@@ -232,14 +232,14 @@ def factor_kernel(members, ptrs, totals, factors):
 
 @triton.jit
 def apply_kernel(
-    owner, first, first_chunk, numels, ptrs, grad_ptrs, settings, thresholds, slots, sizes, stack,
+    owner, first, first_program, numels, ptrs, grad_ptrs, settings, thresholds, slots, sizes, stack,
     factors,  # fp32[tensors]
     skipped, lines, length, own_length,
     WEIGHTS: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, MATCHED: tl.constexpr, TRACK: tl.constexpr,
     MARKED: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Steps the weights by the orthogonalized momentum."""
-    tensor, _, start, left = _program(owner, first, first_chunk, numels, CHUNK)
+    tensor, _, start, left = _program(owner, first, first_program, numels, CHUNK)
     grad_addr = tl.load(grad_ptrs + tensor)
     if grad_addr != 0:
         tile, _groups = tile_of(CHUNK)
@@ -292,13 +292,13 @@ def _launch(table: "FusedTable", plan: muon_plan.Plan, workspace: Tensor, call: 
         "num_warps": table.config.warps,
     }  # fmt: skip
     for batch in plan.batches:
-        where = (batch.owner, plan.first, table.first_chunk, table.numels)
+        where = (batch.owner, plan.first, table.first_program, table.numels)
         start(
             scan_kernel, (len(batch.owner),), *where, table.ptrs, table.grad_ptrs, table.settings, plan.tops, plan.sums,
             M=table.kind.m, **read,
         )  # fmt: skip
         start(
-            norm_kernel, (batch.num,), batch.members, table.first_chunk, plan.tops, plan.sums, plan.scales,
+            norm_kernel, (batch.num,), batch.members, table.first_program, plan.tops, plan.sums, plan.scales,
             BLOCK_SIZE=_NORM_BLOCK_SIZE,
         )  # fmt: skip
     if table.shards is not None:
@@ -317,7 +317,7 @@ def _step(
     call: Call,
     read: dict[str, Any],
 ) -> None:
-    where = (batch.owner, plan.first, table.first_chunk, table.numels)
+    where = (batch.owner, plan.first, table.first_program, table.numels)
     layout: dict[str, Any] = {
         "lines": batch.lines, "length": batch.length, "own_length": batch.own_length,
         "PADDED": _is_padded(batch),
@@ -348,7 +348,7 @@ def _step(
     if call.matched:
         totals = plan.totals[: batch.num]
         start(
-            total_kernel, (batch.num,), batch.members, table.first_chunk, table.numels, table.partial,
+            total_kernel, (batch.num,), batch.members, table.first_program, table.numels, table.partial,
             table.num_skipped, totals, BLOCK_SIZE=_NORM_BLOCK_SIZE,
         )  # fmt: skip
         if shards is not None:

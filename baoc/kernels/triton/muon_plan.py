@@ -79,7 +79,7 @@ class Plan:
             owner: list[int] = []
             for slot, member in enumerate(members):
                 first[member], slots[member] = len(owner), slot
-                owner += [member] * (table.chunk_starts[member + 1] - table.chunk_starts[member])
+                owner += [member] * (table.program_starts[member + 1] - table.program_starts[member])
             own_lines, own_length = stored(table.shapes[members[0]])
             sides = stored(table.unsharded_shapes[members[0]])
             unsharded_lines, length = whole_sides(sides, ranks=ranks)
@@ -95,7 +95,7 @@ class Plan:
         # The update is the polar factor times this, as in baoc.optim.rules.muon.
         sizes = [max(1.0, shape.rows / shape.cols) ** 0.5 for shape in table.unsharded_shapes]
         self.sizes = buffer("sizes", torch.tensor(sizes, dtype=torch.float32, device="cpu"))
-        programs = max(table.num_chunks, 1)
+        programs = max(table.num_programs, 1)
         self.tops = buffer("tops", torch.zeros(programs, dtype=torch.float32, device="cpu"))
         self.sums = buffer("sums", torch.zeros(programs, dtype=torch.float32, device="cpu"))
         self.scales = buffer("scales", torch.zeros(num, 2, dtype=torch.float32, device="cpu"))

@@ -176,16 +176,16 @@ class FusedTable:
         return address % (self.config.vector * size) == 0
 
     def _lay_out(self) -> None:
-        """Splits tensors into chunks, one a program: `chunk_tensor` (tensor of each), `first_chunk` (of a tensor)."""
+        """Gives each tensor its programs: `program_tensor` (tensor of each), `first_program` (of a tensor)."""
         programs = [self.kind.family.programs(shape, self.config) for shape in self.shapes]
         counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
         starts = torch.zeros(len(programs) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(counts, 0, out=starts[1:])
         owner = torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32, device="cpu"), counts)
-        self.num_chunks = int(starts[-1])
-        self.chunk_starts: list[int] = starts.tolist()
-        self.chunk_tensor = owner.to(self.device)
-        self.first_chunk = starts.to(torch.int32).to(self.device)
+        self.num_programs = int(starts[-1])
+        self.program_starts: list[int] = starts.tolist()
+        self.program_tensor = owner.to(self.device)
+        self.first_program = starts.to(torch.int32).to(self.device)
 
     def buffer(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """A device buffer of the family's kernels, made at the first request and counted in `nbytes`."""
@@ -203,7 +203,7 @@ class FusedTable:
     @property
     def nbytes(self) -> int:
         """Device bytes of the table itself, beyond the optimizer's state and the engine's buffers."""
-        own = (self.chunk_tensor, self.first_chunk, *self._buffers.values())
+        own = (self.program_tensor, self.first_program, *self._buffers.values())
         return sum(t.numel() * t.element_size() for t in own)
 
 
