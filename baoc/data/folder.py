@@ -50,6 +50,7 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
             raise BadInputError(
                 f"{folder} has no folders of classes, which the training images have: {classes[0]}, ..."
             )
+        _warn_of_tables(folder)
         one_class = classes or (folder.name,)
         return Listing(files=tuple(visible_loose), labels=(0,) * len(visible_loose), classes=one_class)
     if classes is None:
@@ -89,3 +90,15 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
             folder, num_left_out, endings,
         )  # fmt: skip
     return Listing(files=tuple(files), labels=tuple(labels), classes=classes)
+
+
+def _warn_of_tables(folder: Path) -> None:
+    """Says that a table beside images without folders of classes, which may hold their labels, is not read."""
+    endings = (".csv", ".tsv", ".json", ".jsonl")
+    if tables := [file.name for file in folder.iterdir() if file.suffix.lower() in endings]:
+        log.warning(
+            "%s: %s is not read, as classes are folders: move the images of each into one of its name, or write "
+            "parquet with an image and a label column",
+            folder,
+            min(tables),
+        )

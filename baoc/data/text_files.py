@@ -222,9 +222,9 @@ def json_lines(file: Path) -> Iterator[tuple[Any, str]]:
             if file.name.lower().endswith((".json", ".json.gz")):
                 is_list = stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
                 stream.seek(0)
-                entries = json.load(stream) if is_list else []
+                entries = json.loads(b"".join(_lines(stream, file=file))) if is_list else []
                 yield from ((value, f"{file}, entry {place}") for place, value in enumerate(entries, start=1))
-            for number, line in enumerate(stream, start=1):
+            for number, line in enumerate(_lines(stream, file=file), start=1):
                 if line.strip():
                     yield json.loads(line), f"{file}, line {number}"
         except UnicodeDecodeError as error:
@@ -232,6 +232,26 @@ def json_lines(file: Path) -> Iterator[tuple[Any, str]]:
         except (json.JSONDecodeError, *_READ_ERRORS) as error:
             where = f"{file}, line {number or getattr(error, 'lineno', 0)}"
             raise BadInputError(f"{where}: no JSON object per line can be read there ({error})") from error
+
+
+def _lines(stream: Any, *, file: Path) -> Iterator[bytes]:
+    """The lines of a file of JSON. Ends in BadInputError at a NUL character, behind which nothing is read: where a
+    download was cut, many GB of them follow without an end of line."""
+    parts: list[bytes] = []
+    number = 1
+    while part := stream.readline(CHUNK_BYTES):
+        if 0 in part:
+            raise BadInputError(
+                f"{file}, line {number}: NUL characters, as of UTF-16 and of a download that was cut: convert it, for "
+                "example with iconv -f utf-16 -t utf-8, or load it again"
+            )
+        parts.append(part)
+        if part.endswith(b"\n"):
+            yield b"".join(parts)
+            parts.clear()
+            number += 1
+    if parts:
+        yield b"".join(parts)
 
 
 def _parquet_documents(file: Path, *, column: str) -> Iterator[str]:

@@ -334,3 +334,14 @@ def test_a_training_part_alone_has_the_classes_and_validation_is_held_out_of_it(
 def test_a_class_called_train_beside_another_is_a_class(tmp_path: Path):
     write_folder(tmp_path, classes=("train/street", "bus/street"))
     assert images(tmp_path).spec.num_classes == 2
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "metadata.jsonl", "annotations.JSON"])
+def test_a_table_of_labels_beside_images_is_said_to_be_not_read(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_folder(tmp_path, classes=("all",)) / "all"
+    (folder / name).write_text("file,label")
+    with pytest.raises(BadInputError, match="with one class; a folder of images has one folder per class"):
+        images(folder)
+    assert f"{name} is not read, as classes are folders: move the images of each into one of its name" in caplog.text

@@ -324,6 +324,22 @@ def test_a_file_that_is_one_list_of_json_is_read_as_lines_are(tmp_path, name, ma
         data(listed)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("kind", ["cut", "utf-16"])
+def test_nul_characters_end_the_reading_of_json_at_once(tmp_path, name, kind):
+    """A cut download of a TB takes no memory, as nothing behind the first NUL characters is read."""
+    path = tmp_path / name
+    text = json.dumps({"text": "word " * 9}) + "\n"
+    text = f"[{text}" if name == "a.json" else text
+    whole = text.encode("utf-16" if kind == "utf-16" else "utf-8")
+    path.write_bytes(gzip.compress(whole + bytes(1 << 20)) if name.endswith(".gz") else whole)
+    if not name.endswith(".gz"):
+        with path.open("r+b") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(BadInputError, match=rf"{name}, line [12]: NUL characters, .*load it again"):
+        data(path)
+
+
 def test_parquet_that_cannot_be_used_is_named(tmp_path):
     path = write_rows(tmp_path, "parquet")
     with pytest.raises(
