@@ -86,8 +86,6 @@ def test_each_row_is_tried():
 def befalling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, BaseException], None]:
     """`befalling(name, error)`: what bears the name raises the error. Runs in tmp_path, where `old` is a run."""
     (tmp_path / "old").mkdir()
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "study.json").write_text("{}")  # its space was checked when it began
     monkeypatch.chdir(tmp_path)
     training = ModuleType("baoc.training.run")
     monkeypatch.setattr(training, "run", None, raising=False)
@@ -99,6 +97,8 @@ def befalling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str,
         def body(*_: Any, **__: Any) -> None:
             raise error
 
+        (tmp_path / "study").mkdir(exist_ok=True)  # which goes with what befell it, as nothing was done
+        (tmp_path / "study" / "study.json").write_text("{}")  # its space was checked when it began
         if name == "run":
             monkeypatch.setattr(training, name, body)
         else:
