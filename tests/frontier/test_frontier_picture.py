@@ -19,9 +19,12 @@ from tests.support.waiting import PATIENCE_S
 pytestmark = pytest.mark.slow
 
 
-def test_the_page_is_drawn_and_is_not_blank(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_page_is_drawn_and_is_not_blank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     from PIL import Image
 
+    monkeypatch.setattr(picture, "TIMEOUT_S", PATIENCE_S)  # a busy machine's browser is many times slower
     three_families(tmp_path)
     assert main([str(tmp_path), "--picture"]) == 0
     assert f"drawn in {tmp_path / 'frontier.png'}" in capsys.readouterr().out.replace("\n", "")
