@@ -108,11 +108,12 @@ def test_collecting_an_upload_asks_nothing_of_the_device_and_keeps_its_memory(mo
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     make()  # frees what other tests left
     buffer = make(7)
-    slots = weakref.ref(buffer.slots[0]._base)
+    address = buffer.slots[0].data_ptr()
     del buffer
     gc.collect()
     (_, memory) = staging.RETIRED.pop()
-    assert memory[0] is slots()
+    assert memory[0].data_ptr() == address
+    slots = weakref.ref(memory[0])
     on_gpu = torch.device("cuda", 0)
     staging.RETIRED.clear()
     staging.RETIRED.append((on_gpu, memory))
