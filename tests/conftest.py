@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
 from itertools import chain, islice
 from pathlib import Path
 
 import pytest
 
+from baoc.cli.fast_import import import_torchmetrics
 from tests.support.examples import load_profile
 from tests.support.interpreting import INTERPRETING
 from tests.support.paths import ROOT
@@ -115,6 +117,17 @@ def pytest_collection_finish() -> None:
 # Not before: pytest looks for garbage ten times as it ends. Not at all, and libraries report leaks at Python's end.
 atexit.register(gc.unfreeze)
 
+
+class TorchmetricsFirst(MetaPathFinder):
+    """As the command imports Lightning: without the metrics of texts and sounds, and the libraries that they import."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "lightning" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            import_torchmetrics()
+
+
+sys.meta_path.insert(0, TorchmetricsFirst())
 
 Completed = subprocess.CompletedProcess[str]
 

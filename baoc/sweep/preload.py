@@ -6,8 +6,12 @@ and compose in half the time.
 
 from baoc import data
 from baoc.cli import main as cli
+from baoc.cli.fast_import import import_torchmetrics
 from baoc.config.compose import compose
-from baoc.training import run as train
+
+import_torchmetrics()  # before Lightning, which imports it more slowly
+
+from baoc.training import run as train  # noqa: E402
 
 __all__ = ["cli", "data", "train"]
 
