@@ -75,7 +75,11 @@ def selection_penalty(family: Family) -> float:
 
 
 def is_worse_than_adamw(choice: RecipeChoice | MeasuredRecipe, *, family: Family) -> bool:
-    """Whether a recipe measured worse than fp32 AdamW; False if the family has no measured AdamW."""
+    """Whether a recipe measured worse than fp32 AdamW, on shared seeds where there are such; False if the family has
+    no measured AdamW."""
+    row = choice.measured if isinstance(choice, RecipeChoice) else choice
+    if row is not None and ADAMW in row.changes_against:
+        return row.changes_against[ADAMW].mean > 0
     adamw = next((row for row in family.recipes if row.name == ADAMW), None)
     return adamw is not None and choice.change.mean > adamw.change.mean
 
@@ -91,8 +95,7 @@ def fitting_recipes(
     weights = weights or sorted(offered, key=list(WEIGHTS).index)
     for measured in family.ranked(planner.kappa):
         rate = rate_for_network(planner, measured.rate, family=family)
-        of_roles = {key: rate_for_network(planner, lr, family=family) for key, lr in measured.recipe.lr.items()}
-        recipe = with_rate(replace(measured.recipe, lr=of_roles), rate)
+        recipe = at_measured_rates(planner, measured.recipe, rate=rate, family=family)
         recipe = with_streamed_states(recipe) if hosted else recipe
         for name in weights:
             variant = replace(recipe, weights=name)
@@ -109,11 +112,19 @@ def rate_for_network(planner: BudgetedBlocks, rate: float, *, family: Family) ->
     return min(rate, 1.0) if planner.extrapolates and not planner.settings.from_conf else rate
 
 
-def best_rate(planner: BudgetedBlocks, recipe: Recipe, *, family: Family) -> float:
-    """The multiple of the learning rate at which a recipe measured best; 1 if it was not measured."""
-    same = (row for row in family.recipes if (row.recipe.specs, row.recipe.betas) == (recipe.specs, recipe.betas))
-    rate = next((row.rate for row in same), 1.0)
-    return rate_for_network(planner, rate, family=family)
+def at_measured_rates(planner: BudgetedBlocks, recipe: Recipe, *, rate: float, family: Family) -> Recipe:
+    """A measured recipe at `rate`, with its roles' multiples faded to the size of this network."""
+    of_roles = {key: rate_for_network(planner, lr, family=family) for key, lr in recipe.lr.items()}
+    return with_rate(replace(recipe, lr=of_roles), rate)
+
+
+def best_rate(planner: BudgetedBlocks, recipe: Recipe, *, family: Family) -> float | None:
+    """The multiple of the learning rate at which a recipe measured best; None if it was not measured, or has multiples
+    of rules or roles of its own."""
+    ran = recipe.specs, recipe.betas, recipe.lr
+    same = (row.rate for row in family.recipes if (row.recipe.specs, row.recipe.betas, row.recipe.lr) == ran)
+    rate = next(same, None)
+    return None if rate is None else rate_for_network(planner, rate, family=family)
 
 
 def with_streamed_states(recipe: Recipe) -> Recipe:
@@ -298,9 +309,9 @@ def _evidence(choice: RecipeChoice, *, num_seeds: int, family: Family, planner: 
     if measured is None:
         text = f"{recipe.description}; {choice.change} against {family.reference}, by role"
     else:
-        text = f"{'about ' if choice.change.carried else ''}{measured.value:.4g} ({measured.sd:.2g})"
+        text = f"{_value_text(measured)} ({measured.sd:.2g})"
         others = [
-            f"{name} {family.recipe(name).value:.4g}: {difference}"
+            f"{name} {_value_text(family.recipe(name))}: {difference}"
             for name, difference in measured.changes_against.items()
         ]
         text += f" against {', '.join(others)}" if others else ""
@@ -314,6 +325,10 @@ def _evidence(choice: RecipeChoice, *, num_seeds: int, family: Family, planner: 
             "choose was not measured: a larger budget or a race may do better"
         )
     return text
+
+
+def _value_text(measured: MeasuredRecipe) -> str:
+    return f"{'about ' if measured.change.carried else ''}{measured.value:.4g}"
 
 
 def _where(change: Change, *, family: Family, num_params: int) -> str:
@@ -341,8 +356,9 @@ def _extrapolation(
     advice = "race=auto checks it" if planner.settings.from_conf else f"{PRETRAINED_ARGUMENT} plans without it"
     return (
         f"an extrapolation from transformers for {family.name}, as nothing was measured of this kind of network; there "
-        f"it was the best that fits, with {measured.value:.4g} against fp32 AdamW's {family.recipe(ADAMW).value:.4g} "
-        f"{family.unit}, n {num_seeds}{rate_text}; {advice}"
+        f"it was the best that fits, with {_value_text(measured)} against fp32 AdamW's "
+        f"{_value_text(family.recipe(ADAMW))} {family.unit}, n {num_seeds}, "
+        f"{_where(choice.change, family=family, num_params=planner.num_params)}{rate_text}; {advice}"
     )
 
 

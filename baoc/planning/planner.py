@@ -320,9 +320,9 @@ class Planner(BudgetedBlocks):
     def _basis_of_recipe(self, recipe: Recipe) -> Basis:
         raced = recipe.source.startswith(BY_RACE)
         text = recipe.source.removeprefix(BY_RACE) if raced else f"{recipe.title}: the recipe that was asked for"
-        family = None if self.extrapolates or recipe.lr else self.family
-        rate = 1.0 if family is None else best_rate(self, recipe, family=family)
-        if rate != 1:
+        family = None if self.extrapolates else self.family
+        rate = None if family is None else best_rate(self, recipe, family=family)
+        if rate not in (None, 1):
             text += f", at the learning rate as given; it measured best at {rate:.3g} times what suits AdamW"
         return Basis(
             by="race" if raced else "recipe",

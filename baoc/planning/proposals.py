@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from baoc.core.catalogue import SPECS, WEIGHTS
-from baoc.core.measured import Family, MeasuredRecipe, families, with_rate
+from baoc.core.measured import Family, MeasuredRecipe, families
 from baoc.core.recipes import HIDDEN, OUTER_ROLES, RECIPES, Recipe, Tuning, tuning_of
-from baoc.planning.measured import ADAMW, best_rate, plan_recipe, with_streamed_states
+from baoc.planning.measured import at_measured_rates, best_rate, is_worse_than_adamw, plan_recipe, with_streamed_states
 from baoc.planning.planner import Planner
 from baoc.types import Block, Plan
 
@@ -92,7 +92,9 @@ def proposals(
 def _proposal(planner: Planner, recipe: Recipe, *, family: Family) -> Proposal | None:
     """A recipe that fits, at the multiple of the learning rate at which it measured best (1 if it was not measured).
     The race's own multiples are multiplied with it. None if the recipe does not fit or apply."""
-    fitting = next(_variants(planner, with_rate(recipe, best_rate(planner, recipe, family=family))), None)
+    rate = best_rate(planner, recipe, family=family)
+    recipe = recipe if rate is None else at_measured_rates(planner, recipe, rate=rate, family=family)
+    fitting = next(_variants(planner, recipe), None)
     if fitting is None:
         return None
     recipe, plan = fitting
@@ -124,11 +126,10 @@ def _default_proposals(planner: Planner, *, family: Family) -> list[Proposal]:
             continue
         if (key := _what_runs(proposal)) not in by_key:
             measured[key], by_key[key] = row, proposal
-    adamw = family.recipe(ADAMW).change.mean
     best_of_rule: dict[str, object] = {}
     for key, row in measured.items():
         hidden = row.recipe.specs.get(HIDDEN) or row.recipe.specs["mlp_in"]  # the largest part of a mixture
-        if planner.extrapolates or row.change.mean <= adamw:
+        if planner.extrapolates or not is_worse_than_adamw(row, family=family):
             best_of_rule.setdefault(SPECS[hidden].rule, key)
     first = list(best_of_rule.values())
     unpublished = [key for key, row in measured.items() if row.name not in RECIPES and key not in first]

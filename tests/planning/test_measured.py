@@ -128,6 +128,7 @@ def test_a_kind_that_nobody_measured_takes_the_best_recipe_of_the_nearest_and_sa
     assert "an extrapolation from transformers for vision, as nothing was measured of this kind of network" in (
         made.basis.text
     )
+    assert f"n 8, measured at {families()['vision'][0].size}, " in made.basis.text
     assert not made.basis.lr
     assert "the learning rate stays as given, as weights may be pretrained (there it was 2 times AdamW's)" in (
         made.basis.text
@@ -229,6 +230,34 @@ def test_candidates_have_the_measured_change_of_their_role_and_else_their_prior(
     assert "change" not in terms["lion_int4"] and "lion_int4" not in entries
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "rate"),
+    [
+        ("muon8_lean", {}, 4), ("muon8_qk", {}, 2), ("muon8_qk", {"attention_qk": 0.5}, None),
+        ("muon8_qk", {"muon": 3.0}, None), ("muon8_lean", {"muon": 3.0}, None), ("adamw", {}, None),
+    ],
+)  # fmt: skip
+def test_a_recipe_that_was_asked_for_tells_the_rate_that_was_measured_of_the_same_multiples(
+    name: str, more: Mapping[str, float], rate: int | None
+):
+    family = replace(FAMILY, recipes=(*FAMILY.recipes, whole("muon8_qk", 0.1, rate=2.0)), num_params=10**9)
+    asked = replace(RECIPES[name], lr={**RECIPES[name].lr, **more})
+    basis = planner(1.0, family=family, recipe=asked).propose().basis
+    assert basis is not None and basis.lr == asked.lr
+    told = basis.text.partition("it measured best at ")[2]
+    assert told == ("" if rate is None else f"{rate} times what suits AdamW")
+
+
+@pytest.mark.parametrize("carried", ["", "a half"])
+def test_an_extrapolation_says_at_which_size_its_figure_was_measured(carried: str):
+    of = planner(0.25)
+    best = replace(ZERO, change=replace(ZERO.change, carried=carried))
+    of.extrapolates, of.family = True, replace(FAMILY, recipes=(best, *FAMILY.recipes[1:]))
+    basis = of.propose().basis
+    where = f"measured at {carried}, carried over to 1M, 600 steps" if carried else "measured at 1M, 600 steps"
+    assert basis is not None and f"n 4, {where}; " in basis.text and ("with about 2 " in basis.text) == bool(carried)
+
+
 def test_baselines_and_recipes_stay_what_they_are():
     for allocator in ("uniform_adamw8bit", "random"):
         plan = planner(0.6, allocator=allocator).propose()
@@ -286,6 +315,18 @@ def test_a_choice_that_measured_worse_than_adamw_says_so():
     assert "every measured recipe that fits is worse than fp32 AdamW, which does not fit" in plan.basis.text
     better = within(2**40, family="language").propose()
     assert better.basis is not None and "worse than fp32 AdamW" not in better.basis.text
+
+
+@pytest.mark.parametrize("paired", [-0.01, 0.01])
+def test_worse_than_adamw_is_by_shared_seeds_where_both_ran_on_them(paired: float):
+    """AdamW ran on seeds of its own, too, so that its change from the reference is of other seeds than the recipe's."""
+    apart = replace(whole("adamw8", 0.26), changes_against={"adamw": Change(mean=paired, sd=0.002, n=3)})
+    family = replace(FAMILY, recipes=(ZERO, whole("adamw", 0.25 if paired < 0 else 0.27), apart))
+    basis = planner(0.3, family=family, specs=("adamw*",)).propose().basis
+    assert basis is not None and basis.recipe == "adamw8"
+    assert ("worse than fp32 AdamW" in basis.text) == (
+        paired > 0
+    ) and f"adamw {2.25 if paired < 0 else 2.27}" in basis.text
 
 
 @pytest.mark.usefixtures("known")

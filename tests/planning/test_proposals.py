@@ -8,7 +8,7 @@ import pytest
 from baoc.core.measured import faded_rate, families
 from baoc.core.recipes import RECIPES, find_recipe
 from baoc.errors import InfeasibleBudgetError
-from baoc.planning.measured import recipe_budget_bytes
+from baoc.planning.measured import fitting_recipes, recipe_budget_bytes
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.planning.proposals import permute_specs, proposals
 from baoc.types import Budget, ParamInfo, Role
@@ -45,6 +45,24 @@ def test_a_recipe_brings_the_multiple_of_the_rate_at_which_it_measured_best():
         assert rate > 1 and (tuning := made[name].tuning) is not None
         assert {tuning.lr["muon"], tuning.lr["adamw"]} == {rate}
     assert made["slimadam"].tuning == find_recipe("slimadam").tuning  # nothing of it was measured
+
+
+@pytest.mark.parametrize("decades", [0, 1, 3])
+def test_a_race_runs_a_measured_recipe_at_the_rates_of_the_measured_choice(decades: int):
+    given = {"risk": "measured", "family": "auto", "from_conf": True, "blocks_by": "layer_part"}
+    settings = PlannerSettings(**given)  # pyright: ignore[reportArgumentType]
+    planner = Planner(llama(), budget=Budget(name="some", state_fraction=0.3), settings=settings)
+    newest = families()["language"][-1]
+    recipe = next(row.recipe for row in newest.ranked(1.0) if row.recipe.lr)  # with a multiple of a role
+    row = replace(newest.recipe(recipe.name), rate=3.0)
+    size = max(planner.num_params // 10**decades, 1)
+    recipes = tuple(row if one.name == row.name else one for one in newest.recipes)
+    planner.family = replace(newest, recipes=recipes, num_params=size)
+    (entrant,) = [one for one in proposals(planner, recipes=[recipe]) if one.name == recipe.name]
+    (choice,) = [one for one in fitting_recipes(planner, family=planner.family) if one.measured is row]
+    assert entrant.tuning == choice.recipe.tuning and entrant.tuning is not None
+    of_role = entrant.tuning.lr["attention_qk"]
+    assert of_role == pytest.approx(recipe.lr["attention_qk"] ** max(1 - decades / 2, 0), rel=1e-4)
 
 
 def test_the_control_runs_the_plan_s_specs_in_other_places_of_the_same_shapes():
