@@ -128,8 +128,16 @@ class Recipe:
     @property
     def needs_part_blocks(self) -> bool:
         """Whether it names parts of attention or mlp, so that blocks have to be made by part."""
-        parts = {f"{role.value}_{part.value}" for role, parts in PARTS_OF_ROLE.items() for part in parts}
-        return not parts.isdisjoint({*self.specs, *self.lr})
+        return bool(self.untold_parts(()))
+
+    def untold_parts(self, blocks: Sequence[Block]) -> list[str]:
+        """Its keys of parts that no block has, or that a block of their role lacks, as one tensor of query, key and
+        value does. Such a block goes by a coarser key, so that it runs another recipe than the one that is named."""
+        untold: list[str] = []
+        for role, parts in PARTS_OF_ROLE.items():
+            there = {block.part for block in blocks if block.role is role}
+            untold += [f"{role.value}_{part.value}" for part in parts if part not in there or None in there]
+        return [key for key in untold if key in self.specs or key in self.lr]
 
     def names_spec_for(self, block: Block) -> bool:
         """Whether it names a spec for the block, by the block's name or one of its keys; else the block falls back."""

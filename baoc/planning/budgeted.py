@@ -141,9 +141,11 @@ def total_numel(params: Iterable[ParamInfo]) -> int:
     return sum(math.prod(param.whole or param.shape) for param in params)
 
 
-def blocks_of_choice(settings: PlannerSettings, *, params: Sequence[ParamInfo]) -> PlannerSettings:
+def blocks_of_choice(
+    settings: PlannerSettings, *, params: Sequence[ParamInfo], declared: Mapping[str, Sequence[str]] | None = None
+) -> PlannerSettings:
     """The settings, with blocks by part if `blocks_by` is "layer_role" and the recipe that measured best at the size of
-    this network names parts."""
+    this network names parts that blocks then tell."""
     if settings.risk != MEASURED or settings.blocks_by != "layer_role" or settings.recipe is not None:
         return settings
     allocator = ALLOCATORS.get(settings.allocator)  # Planner refuses an unknown one
@@ -152,8 +154,11 @@ def blocks_of_choice(settings: PlannerSettings, *, params: Sequence[ParamInfo]) 
     family, extrapolates = measured_at(params, settings=settings)
     if family is None or extrapolates:
         return settings
-    best = family.ranked(settings.kappa)[0]
-    return replace(settings, blocks_by="layer_part") if best.recipe.needs_part_blocks else settings
+    best = family.ranked(settings.kappa)[0].recipe
+    if not best.needs_part_blocks:
+        return settings
+    blocks = partition(params, declared=declared, patterns=settings.patterns, by="layer_part")
+    return settings if best.untold_parts(blocks) else replace(settings, blocks_by="layer_part")
 
 
 class BudgetedBlocks(ABC):
@@ -175,7 +180,7 @@ class BudgetedBlocks(ABC):
         check_name(settings.allocator, ALLOCATORS, "allocator")
         if settings.task is not None:
             check_name(settings.task, families(), "task_family")
-        self.settings = settings = blocks_of_choice(settings, params=params)
+        self.settings = settings = blocks_of_choice(settings, params=params, declared=declared)
         self.params = tuple(params)
         self.declared = declared
         self.budget = budget

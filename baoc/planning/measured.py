@@ -178,14 +178,16 @@ def recipe_budget_bytes(recipe: Recipe, *, planner: BudgetedBlocks) -> int | Non
 
 
 def applies_to_blocks(recipe: Recipe, *, planner: BudgetedBlocks) -> bool:
-    """Whether the recipe names a spec for each block, without asking for blocks by part where there are none."""
-    has_parts = planner.settings.blocks_by == "layer_part" or not recipe.needs_part_blocks
-    return has_parts and all(map(recipe.names_spec_for, planner.blocks))
+    """Whether the recipe names a spec for each block, and blocks tell every part that it names. It would cut blocks of
+    "layer_role" anew."""
+    cuts = recipe.needs_part_blocks and planner.settings.blocks_by == "layer_role"
+    tells = not cuts and not recipe.untold_parts(planner.blocks)
+    return tells and all(map(recipe.names_spec_for, planner.blocks))
 
 
 def recipe_planner(planner: BudgetedBlocks, recipe: Recipe, *, covers: bool = True) -> BudgetedBlocks | None:
     """A nested planner that runs `recipe` on the same blocks; None if it runs specs that `planner` lacks. `covers`:
-    None also if the recipe needs blocks by part and there are none, or if a block would run its fallback."""
+    None also if the recipe names parts that blocks do not tell, or if a block would run its fallback."""
     if covers and not applies_to_blocks(recipe, planner=planner):
         return None
     try:

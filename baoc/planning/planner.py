@@ -324,6 +324,8 @@ class Planner(BudgetedBlocks):
         rate = None if family is None else best_rate(self, recipe, family=family)
         if rate not in (None, 1):
             text += f", at the learning rate as given; it measured best at {rate:.3g} times what suits AdamW"
+        if untold := recipe.untold_parts(self.blocks):
+            text += f"; blocks here are not all divided by {', '.join(untold)}: the others go by a coarser key"
         return Basis(
             by="race" if raced else "recipe",
             text=text,

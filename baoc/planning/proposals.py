@@ -115,14 +115,15 @@ def _default_proposals(planner: Planner, *, family: Family) -> list[Proposal]:
     First, for each rule on hidden matrices, the best measured recipe that fits; on networks of a measured kind only if
     it was not worse than fp32 AdamW. Then a few other measured ones, then measured ones of RECIPES, then the rest of
     RECIPES. Of recipes that run the same on this network, only the first. A measured recipe by which some block would
-    run a fallback is left out, as that was not measured.
+    run a fallback, or that names parts that blocks do not tell, is left out, as that was not measured.
     """
     measured: dict[object, MeasuredRecipe] = {}
     by_key: dict[object, Proposal] = {}
     for row in family.ranked(planner.kappa):
         recipe = RECIPES.get(row.name, row.recipe)
         proposal = _proposal(planner, recipe, family=family)
-        if proposal is None or not all(map(recipe.names_spec_for, proposal.plan.blocks)):
+        blocks = proposal.plan.blocks if proposal is not None else ()
+        if proposal is None or recipe.untold_parts(blocks) or not all(map(recipe.names_spec_for, blocks)):
             continue
         if (key := _what_runs(proposal)) not in by_key:
             measured[key], by_key[key] = row, proposal

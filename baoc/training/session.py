@@ -150,14 +150,14 @@ class Session:
         task = getattr(module, "task_family", None)  # of `baoc.tasks.base.Task`
         if task is not None:
             settings = replace(settings, planner=replace(settings.planner, task=task))
-        settings = replace(settings, planner=blocks_of_choice(settings.planner, params=self.infos))
-        self.budget, self.settings, self.betas, self.device = budget, settings, betas, device
         declared = None if module is None else declared_blocks(module)
         if declared is not None:
             own = {block: [name for name in names if name in params] for block, names in declared.items()}
             declared = {block: names for block, names in own.items() if names}
+        planner = blocks_of_choice(settings.planner, params=self.infos, declared=declared)
+        settings = replace(settings, planner=planner)
+        self.budget, self.settings, self.betas, self.device = budget, settings, betas, device
         self.declared = declared
-        planner = settings.planner
         blocks = partition(infos, declared=declared, patterns=planner.patterns, by=planner.blocks_by)
         released = [[params[param.name] for param in block.params] for block in blocks]
         self.released = released if settings.release is not False else []  # for the measurer

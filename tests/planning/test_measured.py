@@ -485,9 +485,9 @@ def larger_family(**more: object) -> Family:
     return replace(FAMILY, **given)  # pyright: ignore[reportArgumentType]
 
 
-def wide() -> list[ParamInfo]:
-    """The small network, four times as wide."""
-    return [replace(param, shape=tuple(4 * size for size in param.shape)) for param in llama()]
+def wide(times: int = 4) -> list[ParamInfo]:
+    """The small network, `times` as wide."""
+    return [replace(param, shape=tuple(times * size for size in param.shape)) for param in llama()]
 
 
 @pytest.fixture
@@ -537,6 +537,55 @@ def test_the_choice_follows_the_size_and_blocks_are_by_part_where_its_best_recip
 def test_blocks_stay_as_asked_for_where_nothing_is_chosen_by_measurements(settings: Mapping[str, object]):
     made = of_sizes(wide(), 1.0, **settings)
     assert made.settings.blocks_by == settings.get("blocks_by", "layer_role")
+
+
+def fused(params: list[ParamInfo], name: str) -> list[ParamInfo]:
+    """The network with query, key and value of each layer in one tensor."""
+    kept = [param for param in params if "k_proj" not in param.name and "v_proj" not in param.name]
+    return [
+        replace(param, name=param.name.replace("q_proj.weight", name), shape=(3 * param.shape[0], param.shape[1]))
+        if "q_proj" in param.name
+        else param
+        for param in kept
+    ]
+
+
+UNTOLD: dict[str, tuple[str | None, dict[str, object]]] = {  # name of one tensor of query, key and value; settings
+    "GPT-2": ("c_attn.weight", {}),
+    "Phi": ("qkv_proj.weight", {}),
+    "torch": ("in_proj_weight", {}),
+    "patterns": (None, {"patterns": ((r"attention\1", r"layers\.(\d+)\.self_attn\..*"),)}),
+    "one layer of patterns": (None, {"patterns": (("attention", r"layers.0.self_attn.*"),)}),
+    "parts are asked for": ("qkv_proj.weight", {"blocks_by": "layer_part"}),
+    "roles": (None, {"blocks_by": "role"}),
+}
+
+
+@pytest.mark.parametrize("times", [6, 12, 41])  # 6.6M, 26M and 304M parameters
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_a_recipe_is_not_chosen_nor_raced_under_its_name_where_blocks_do_not_tell_its_parts(kind: str, times: int):
+    name, settings = UNTOLD[kind]
+    of = of_sizes(wide(times) if name is None else fused(wide(times), name), **settings)
+    family = of.family
+    assert family is not None and family.ranked(KAPPA)[0].recipe.needs_part_blocks
+    basis = of.propose().basis
+    assert basis is not None and basis.recipe == "muon8_lean_m90"
+    rate = faded_rate(family.recipe("muon8_lean_m90").rate, num_params=of.num_params, measured=family.num_params)
+    assert set(basis.lr.values()) == {rate} and rate > 1.5
+    assert of.settings.blocks_by == settings.get("blocks_by", "layer_role")
+    raced = [one.name for one in proposals(of, most=99)]
+    assert "muon8_lean_m90" in raced and not {"muon8_qk", "muon8_qk_m90"} & {*raced}
+    asked = of_sizes(list(of.params), 1.0, recipe=RECIPES["muon8_qk"], **settings).propose().basis
+    assert asked is not None and "; blocks here are not all divided by attention_qk" in asked.text
+
+
+def test_a_recipe_of_parts_is_chosen_on_any_blocks_that_tell_them():
+    for by in ("layer_part", "tensor"):
+        of = of_sizes(wide(12), blocks_by=by)
+        basis = of.propose().basis
+        assert basis is not None and basis.recipe == "muon8_qk_m90" and "attention_qk" in basis.lr
+    asked = of_sizes(wide(12), 1.0, recipe=RECIPES["muon8_qk"]).propose().basis
+    assert asked is not None and "not all divided" not in asked.text
 
 
 @pytest.mark.usefixtures("two_sizes")
