@@ -12,6 +12,8 @@ import torch
 
 from baoc.kernels import Call
 from baoc.kernels.triton import engine
+from baoc.kernels.triton.staging import Upload
+from baoc.kernels.triton.table import KeptLaunches
 from tests.support.fused_step import prepare
 from tests.support.interpreting import INTERPRETING
 from tests.support.kernel_cases import Case, Twin
@@ -43,7 +45,7 @@ if INTERPRETING:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-        assert f"{len(VARIANTS) + len(AGAIN) + 1} passed" in done.stdout, done.stdout[-500:]
+        assert f"{len(VARIANTS) + len(AGAIN) + 2} passed" in done.stdout, done.stdout[-500:]
 
 else:
 
@@ -101,11 +103,13 @@ else:
         if rule == "muon":
             workspaces = [torch.empty(muon_plan.plan_of(twin.table).workspace_bytes, dtype=torch.uint8) for _ in "ab"]
             twin.table.workspace = workspaces[0]
+        other = BFLOAT16 if dtype is FLOAT32 else FLOAT32
         calls = [Call(), Call(marked=True), Call(matched=True, track=True), Call(mode="repair", matched=True)]
+        variants = [(call, dtype, True) for call in calls] + [(Call(), dtype, False), (Call(), other, True)]
         with noted_launches() as noted:
             rounds = []
             for _ in range(3):
-                for call in calls:
+                for call, twin.table.grad_dtype, twin.table.grads_aligned in variants:
                     engine.launch(twin.table, call)
                 rounds.append(noted[:])
                 noted.clear()
@@ -116,6 +120,31 @@ else:
             engine.launch(twin.table, Call())
         first, second, third = ([one.bare() for one in launches] for launches in rounds)
         assert first == second == third
-        num_kept = {"all": len(first), "stepping": len(calls), "none": 0}[kept]
+        num_kept = {"all": len(first), "stepping": len(variants), "none": 0}[kept]
         assert [sum(one.is_bare for one in launches) for launches in rounds] == [0, num_kept, num_kept]
         assert noted and not any(one.is_bare or one.bare() in first for one in noted[-1:])
+
+    @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+    def test_launches_of_an_engine_are_made_again_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch):
+        from tests.support.kernel_compiling import Launched, noted_launches
+
+        twin = Twin(Case(rule="lion", config=None))
+        twin.new_gradients()
+        upload = Upload(64, num_back=1, device=torch.device("cpu"))
+        with noted_launches() as noted:
+            prepare(twin.table, options=twin.case.options)
+
+            def one_round() -> list[Launched]:
+                noted.clear()
+                twin.engine.run(matched=True, measure=[twin.table])
+                twin.engine.run(matched=True)
+                upload.copy_up(8)
+                upload.copy_up()
+                upload.receive()
+                return noted[:]
+
+            first, second = one_round(), one_round()
+            monkeypatch.setattr(KeptLaunches, "again", lambda *_, **__: False)
+            plain = one_round()
+        assert all(one.is_bare for one in second) and not any(one.is_bare for one in plain)
+        assert [[one.bare() for one in launches] for launches in (first, second)] == [[o.bare() for o in plain]] * 2
