@@ -97,7 +97,7 @@ class BlocksConfig:
     `patterns` are (block name, regular expression or glob) pairs; the first match wins.
     """
 
-    by: Literal["layer_role", "layer_part", "layer", "role", "tensor", "model"] = "layer_role"
+    by: Literal["auto", "layer_role", "layer_part", "layer", "role", "tensor", "model"] = "auto"
     patterns: tuple[tuple[str, str], ...] = ()
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from baoc.errors import BadInputError
 from baoc.types import Block, ParamInfo, Part, Role
 
-By = Literal["layer_role", "layer_part", "layer", "role", "tensor", "model"]
+By = Literal["auto", "layer_role", "layer_part", "layer", "role", "tensor", "model"]
 
 _EMBEDDING = re.compile(r"embed|position|cls_token|class_token|mask_token|^(wte|wpe|pos|patchify)$", re.IGNORECASE)
 _MODULATION = re.compile(r"adaln|ada_?ln|modulation|time_emb_proj|film", re.IGNORECASE)
@@ -97,7 +97,7 @@ def partition(
         patterns: The user's (block name, glob or regular expression) pairs. They override the model, and the first
             match wins. The block name may refer to groups of the expression (`layer\\1.attn`).
         by: The rule for all other parameters. "layer_part" also splits the model's blocks by parts of attention and
-            mlp, but not those of patterns.
+            mlp, but not those of patterns. "auto" is "layer_role", until planning takes "layer_part" in its place.
 
     Raises:
         BadInputError: A pattern matches no parameter, a parameter is declared twice, `by` is unknown, or there are no
@@ -143,6 +143,7 @@ _BY: dict[str, Callable[[ParamInfo], str]] = {
     "role": lambda param: param.role.value,
     "tensor": lambda param: param.name,
     "model": lambda _: "model",
+    "auto": _layer_role,
 }
 
 

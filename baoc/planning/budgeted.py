@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 from baoc.core.blocks import partition
@@ -60,14 +61,13 @@ class PlannerSettings:
     scratch, and has race=auto. For other callers weights may be pretrained, so a rate of the nearest family may lower
     the learning rate but not raise it.
 
-    A `recipe` takes the place of the allocator. It sets the specs, runs them on every role, and makes blocks by part if
-    it names parts and `blocks_by` is "layer_role". So does the recipe that measured best at the network's size, see
-    `blocks_of_choice`.
+    A `recipe` takes the place of the allocator. It sets the specs and runs them on every role. `blocks_by` of "auto" is
+    settled by `blocks_of_choice`.
     """
 
     specs: tuple[str, ...] = ("*",)
     keep_fp32_roles: tuple[Role, ...] = (Role.EMBEDDING, Role.HEAD, Role.NORM)
-    blocks_by: str = "layer_role"
+    blocks_by: str = "auto"
     patterns: tuple[tuple[str, str], ...] = ()
     risk: str = "prior"
     risk_weights: Mapping[str, float] = field(default_factory=dict)
@@ -103,8 +103,6 @@ class PlannerSettings:
             )
         changes: dict[str, Any] = {"allocator": "recipe", "specs": self.recipe.all_specs}
         changes |= {"keep_fp32_roles": (), "measured_specs": ()}
-        if self.blocks_by == "layer_role" and self.recipe.needs_part_blocks:
-            changes["blocks_by"] = "layer_part"
         for key, value in changes.items():
             object.__setattr__(self, key, value)
 
@@ -144,9 +142,18 @@ def total_numel(params: Iterable[ParamInfo]) -> int:
 def blocks_of_choice(
     settings: PlannerSettings, *, params: Sequence[ParamInfo], declared: Mapping[str, Sequence[str]] | None = None
 ) -> PlannerSettings:
-    """The settings, with blocks by part if `blocks_by` is "layer_role" and the recipe that measured best at the size of
-    this network names parts that blocks then tell."""
-    if settings.risk != MEASURED or settings.blocks_by != "layer_role" or settings.recipe is not None:
+    """The settings, with blocks by part if `blocks_by` is "auto" and the `recipe` names parts, or blocks that only they
+    make, or if the recipe that measured best at the size of this network names parts that blocks then tell."""
+    if settings.blocks_by != "auto":
+        return settings
+    blocks_by = partial(partition, params, declared=declared, patterns=settings.patterns)
+    by_part = replace(settings, blocks_by="layer_part")
+    if settings.recipe is not None:
+        named = settings.recipe.blocks.keys()
+        parts = named and not named <= {block.name for block in blocks_by(by="layer_role")}
+        parts = parts and named <= {block.name for block in blocks_by(by="layer_part")}
+        return by_part if parts or settings.recipe.needs_part_blocks else settings
+    if settings.risk != MEASURED:
         return settings
     allocator = ALLOCATORS.get(settings.allocator)  # Planner refuses an unknown one
     if allocator is None or allocator.traits.every_candidate:
@@ -155,10 +162,8 @@ def blocks_of_choice(
     if family is None or extrapolates:
         return settings
     best = family.ranked(settings.kappa)[0].recipe
-    if not best.needs_part_blocks:
-        return settings
-    blocks = partition(params, declared=declared, patterns=settings.patterns, by="layer_part")
-    return settings if best.untold_parts(blocks) else replace(settings, blocks_by="layer_part")
+    tells = best.needs_part_blocks and not best.untold_parts(blocks_by(by="layer_part"))
+    return by_part if tells else settings
 
 
 class BudgetedBlocks(ABC):

@@ -179,8 +179,8 @@ def recipe_budget_bytes(recipe: Recipe, *, planner: BudgetedBlocks) -> int | Non
 
 def applies_to_blocks(recipe: Recipe, *, planner: BudgetedBlocks) -> bool:
     """Whether the recipe names a spec for each block, and blocks tell every part that it names. It would cut blocks of
-    "layer_role" anew."""
-    cuts = recipe.needs_part_blocks and planner.settings.blocks_by == "layer_role"
+    "auto" anew."""
+    cuts = recipe.needs_part_blocks and planner.settings.blocks_by == "auto"
     tells = not cuts and not recipe.untold_parts(planner.blocks)
     return tells and all(map(recipe.names_spec_for, planner.blocks))
 

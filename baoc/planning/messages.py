@@ -113,7 +113,7 @@ def recipe_too_large(
     assert recipe is not None
     state_bytes = recipe_bytes(planner.blocks, recipe=recipe)
     by_part = planner.blocks
-    if planner.settings.blocks_by == "layer_role":
+    if planner.settings.blocks_by == "auto":
         patterns = planner.settings.patterns
         by_part = partition(planner.params, declared=planner.declared, patterns=patterns, by="layer_part")
     others = recipes_within(planner.blocks, by_part=by_part, state_bytes=room_bytes)

@@ -125,7 +125,7 @@ ALLOWED = {
     "micro_batch": ("1", "2", "auto", "null"),
     "budget": ("8gb", "state_25", "state_50", "state_10", "auto", "unlimited", "64mb", "21mb", "{state_fraction: 0.3}"),
     "budget.schedule": ("[{step: 1, budget: state_50}]", "[]"),
-    "blocks.by": ("layer_role", "layer_part", "layer", "role", "tensor", "model"),
+    "blocks.by": ("auto", "layer_role", "layer_part", "layer", "role", "tensor", "model"),
     "catalogue.specs": ("['*']", "[adamw,adamw_int8,sign]", "['*_int8']", "['*int4','lion*']", "['*@*']"),
     "catalogue.keep_fp32_roles": ("[]", "[head]", "[embedding,norm]"),
     "recipe": ("none", "none", "muon8_lean", "adamw8"),

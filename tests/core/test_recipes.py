@@ -143,6 +143,9 @@ def test_the_most_special_role_counts():
 def test_blocks_of_the_users_choice_stay_and_go_by_the_coarser_role():
     chosen = plan(llama(), "slimadam", blocks_by="layer").allocation.choices
     assert "layer0" in chosen and "layer0.attention.qk" not in chosen
+    kept = plan(llama(), "slimadam", blocks_by="layer_role")
+    assert "layer0.attention" in kept.allocation.choices and kept.basis is not None
+    assert "; blocks here are not all divided by attention_qk, attention_vo: the others go by" in kept.basis.text
     assert "layer0.attention.qk" in plan(llama(), "slimadam").allocation.choices
     assert "layer0.attention" in plan(llama(), "muon8").allocation.choices, "which tells no parts"
 

@@ -506,7 +506,7 @@ def of_sizes(params: list[ParamInfo], fraction: float = 0.5, **settings: object)
 @pytest.mark.usefixtures("two_sizes")
 def test_the_choice_follows_the_size_and_blocks_are_by_part_where_its_best_recipe_names_parts():
     small, large = of_sizes(llama()), of_sizes(wide())
-    assert (small.settings.blocks_by, large.settings.blocks_by) == ("layer_role", "layer_part")
+    assert (small.settings.blocks_by, large.settings.blocks_by) == ("auto", "layer_part")
     plans = small.propose(), large.propose()
     assert [plan.basis.recipe for plan in plans if plan.basis] == ["muon8_lean", "muon8_qk"]
     parts = {block.part for block in plans[1].blocks if block.role is Role.ATTENTION}
@@ -530,13 +530,14 @@ def test_the_choice_follows_the_size_and_blocks_are_by_part_where_its_best_recip
         {"family": None},
         {"allocator": "uniform_adamw8bit"},
         {"blocks_by": "layer"},
+        {"blocks_by": "layer_role"},
         {"recipe": RECIPES["adamw"]},
         {"family": "auto", "task": "vision"},  # a family that it is not of
     ],
 )
 def test_blocks_stay_as_asked_for_where_nothing_is_chosen_by_measurements(settings: Mapping[str, object]):
     made = of_sizes(wide(), 1.0, **settings)
-    assert made.settings.blocks_by == settings.get("blocks_by", "layer_role")
+    assert made.settings.blocks_by == settings.get("blocks_by", "auto")
 
 
 def fused(params: list[ParamInfo], name: str) -> list[ParamInfo]:
@@ -565,14 +566,14 @@ UNTOLD: dict[str, tuple[str | None, dict[str, object]]] = {  # name of one tenso
 @pytest.mark.parametrize("kind", UNTOLD)
 def test_a_recipe_is_not_chosen_nor_raced_under_its_name_where_blocks_do_not_tell_its_parts(kind: str, times: int):
     name, settings = UNTOLD[kind]
-    of = of_sizes(wide(times) if name is None else fused(wide(times), name), **settings)
+    of = of_sizes(wide(times) if name is None else fused(wide(times), name), 0.5, **settings)
     family = of.family
     assert family is not None and family.ranked(KAPPA)[0].recipe.needs_part_blocks
     basis = of.propose().basis
     assert basis is not None and basis.recipe == "muon8_lean_m90"
     rate = faded_rate(family.recipe("muon8_lean_m90").rate, num_params=of.num_params, measured=family.num_params)
     assert set(basis.lr.values()) == {rate} and rate > 1.5
-    assert of.settings.blocks_by == settings.get("blocks_by", "layer_role")
+    assert of.settings.blocks_by == settings.get("blocks_by", "auto")
     raced = [one.name for one in proposals(of, most=99)]
     assert "muon8_lean_m90" in raced and not {"muon8_qk", "muon8_qk_m90"} & {*raced}
     asked = of_sizes(list(of.params), 1.0, recipe=RECIPES["muon8_qk"], **settings).propose().basis

@@ -1,7 +1,9 @@
 """Entrants of a race from a planner on fake bytes, as a file; plans by block as recipes that the planner takes."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,10 @@ from baoc.core.budgets import parse_budget
 from baoc.core.recipes import Recipe, recipe_from_node, recipe_node
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import Planner, PlannerSettings
-from baoc.racing.entrants import ENTRANTS_FILE, read_target, write_entrants
+from baoc.planning.proposals import proposals
+from baoc.racing.entrants import ENTRANTS_FILE, read_target, recipe_of, write_entrants
 from baoc.types import ImageDataSpec, ParamInfo, Role
+from tests.support.transformers import LARGE
 
 DATA = ImageDataSpec(dataset="digits", image_size=8, channels=1, num_classes=10, num_train=1438, num_val=359)
 SHAPES = {"embed": (Role.EMBEDDING, None), "head": (Role.HEAD, None)} | {
@@ -47,6 +51,29 @@ def test_entrants_are_read_as_they_were_left(tmp_path: Path):
     allocation = again.propose().allocation
     assert dict(allocation.choices) == dict(plan.recipe.blocks)
     assert allocation.state_bytes == plan.entrant.state_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "block"),
+    [
+        ({}, "layer1.attention.qk"),  # as the recipe that measured best at this size names parts
+        ({"risk": "prior"}, "layer1.attention"),
+        ({"blocks_by": "layer_role"}, "layer1.attention"),
+        ({"blocks_by": "layer_part"}, "layer1.mlp.in"),
+        ({"blocks_by": "layer"}, "layer1"),
+        ({"patterns": (("first.in", r"layers\.0\.mlp\..*"),)}, "layer1.attention.vo"),
+        ({"patterns": (("first.in", r"layers\.0\..*"),), "risk": "prior"}, "first.in"),
+    ],
+)
+def test_a_plan_by_block_is_planned_again_on_the_blocks_that_it_names(settings: Mapping[str, Any], block: str):
+    given = {"risk": "measured", "family": "auto", "specs": ("adamw", "adamw_int8", "sign"), **settings}
+    own = Planner(LARGE, budget=parse_budget("state_20"), settings=PlannerSettings(**given))
+    by_block = [one for one in proposals(own) if one.recipe is None]
+    assert by_block[0].name == "plan" and block in by_block[0].choices
+    for one in by_block:
+        recipe = recipe_from_node(recipe_node(recipe_of(one)))
+        again = Planner(LARGE, budget=own.budget, settings=PlannerSettings(**given, recipe=recipe)).propose()
+        assert again.allocation.choices == dict(one.choices)
 
 
 def test_only_the_recipes_that_were_named_race(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader
 
 import baoc
 from baoc import BaocOptimizer, BaocStrategy
+from baoc.config.compose import compose
+from baoc.config.from_hydra import from_hydra
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import SPECS
 from baoc.core.measured import families
-from baoc.core.recipes import tuning_of
+from baoc.core.recipes import Recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.data import build_data
 from baoc.models import build_model, unet
@@ -27,6 +29,7 @@ from baoc.profiling import describe
 from baoc.tasks.diffusion import DiffusionTask
 from baoc.training.fully_sharded import cut, one_mesh
 from baoc.training.session import Session, SessionSettings, without_scratch_measurements
+from baoc.training.trainer import session_settings
 from baoc.types import ImageDataSpec, Role, StateKind
 from tests.support.ranks import group
 from tests.support.tiny import tiny_trainer
@@ -101,6 +104,32 @@ def test_a_resume_keeps_what_ran_where_a_newer_table_cuts_blocks_by_part(
     assert runs == ran and len(again.plan.blocks) > len(first.plan.blocks)
     assert tuning_of(again.plan) == tuning_of(first.plan)
     step(again)
+
+
+@pytest.mark.parametrize(("by", "name"), [(None, "layers.0.attention.qk"), ("layer_role", "layers.0.attention")])
+def test_blocks_that_were_asked_for_stay_through_every_door(
+    by: str | None, name: str, llama: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Also those by layer and role, which without a word are the start only."""
+    newer = next(size for size in families()["language"] if size.ranked(1.0)[0].name == "muon8_qk")
+    monkeypatch.setattr("baoc.planning.budgeted.families", lambda: {"language": (newer,)})
+    config = from_hydra(compose(["model=llama", *([f"blocks={by}"] if by else [])]))
+    made = Planner(describe(llama), budget=parse_budget("state_15"), settings=session_settings(config).planner)
+    given = PlannerSettings(risk="measured", family="auto", blocks_by=by or PlannerSettings().blocks_by)
+    settings = SessionSettings(planner=given)
+    optimizer = BaocOptimizer(llama, budget="state_15", settings=settings)
+    strategy = BaocStrategy("state_15", settings=settings, device="cpu")
+    batches: Any = list(torch.randint(256, (2, 16)))
+    tiny_trainer(strategy=strategy, max_steps=1).fit(Module(llama), DataLoader(batches, batch_size=2))
+    plans = {"run.py": made.propose(), "optimizer": optimizer.plan, "strategy": strategy.plan}
+    recipes = {door: plan.basis.recipe for door, plan in plans.items() if plan.basis is not None}
+    assert set(recipes.values()) == {"muon8_qk" if by is None else "muon8_lean_m90"} and len(recipes) == 3
+    for door, plan in plans.items():
+        assert name.replace("layers.", "layer") in [b.name.replace("layers.", "layer") for b in plan.blocks], door
+    again = BaocOptimizer(
+        llama, budget="state_15", recipe=Recipe(name="mine", blocks=optimizer.plan.allocation.choices)
+    )
+    assert again.plan.allocation.choices == optimizer.plan.allocation.choices  # as a race's plan is given
 
 
 def test_names_without_a_module_are_planned_alike(llama: nn.Module):
