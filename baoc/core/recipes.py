@@ -65,6 +65,19 @@ class Tuning:
         for lr, betas in (*((lr, None) for lr in self.lr.values()), *((1.0, betas) for betas in self.betas.values())):
             BlockTuning(lr=lr, betas=betas)
 
+    @property
+    def text(self) -> str:
+        """`2 times the learning rate for adamw, muon; another 2 times on attention_qk; betas 0.9, 0.95 for muon`."""
+        of_rules: dict[float, list[str]] = {}
+        for key, lr in self.lr.items():
+            if key not in RECIPE_KEYS and lr != 1:
+                of_rules.setdefault(lr, []).append(key)
+        told = [f"{lr:.3g} times the learning rate for {', '.join(rules)}" for lr, rules in of_rules.items()]
+        told = told or ["the learning rate as given"]
+        told += [f"another {lr:.3g} times on {key}" for key, lr in self.lr.items() if key in RECIPE_KEYS and lr != 1]
+        told += [f"betas {', '.join(f'{beta:g}' for beta in betas)} for {rule}" for rule, betas in self.betas.items()]
+        return "; ".join(told)
+
     def of(self, block: Block, *, rule: str) -> BlockTuning | None:
         """Settings of a block that runs `rule`; None if they are the parameter group's."""
         names = list(_prefixes(rule))

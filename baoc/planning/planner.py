@@ -25,7 +25,9 @@ from baoc.planning.transfer import pinned_bytes
 from baoc.types import Allocation, Basis, Candidate, Limits, Plan, Profile, Reason, StateKind
 
 FEW_BLOCKS = 64  # with more, attempts are solved by lagrangian, and only the best one by exact
-__all__ = ["Planner", "PlannerSettings"]
+AS_SAVED = "as the checkpoint runs it"  # basis of a plan that is kept where this version would choose another
+LEAST_STATE = "least_state"
+__all__ = ["AS_SAVED", "LEAST_STATE", "Planner", "PlannerSettings"]
 
 
 class Planner(BudgetedBlocks):
@@ -65,9 +67,9 @@ class Planner(BudgetedBlocks):
             min(options, key=lambda c: (c.cost.host_bytes > 0, c.cost.state_bytes, c.risk.total))
             for options in pool.values()
         ]
-        allocation = allocation_of(chosen, allocator="least_state")
+        allocation = allocation_of(chosen, allocator=LEAST_STATE)
         plan = self._plan(allocation, pool, limits=Limits(), risk="prior", profile=None)
-        return replace(plan, basis=Basis(by="least_state", text="the least state, until a step is measured"))
+        return replace(plan, basis=Basis(by=LEAST_STATE, text="the least state, until a step is measured"))
 
     def resume_plan(
         self,
@@ -93,6 +95,13 @@ class Planner(BudgetedBlocks):
             proposed = self.propose(risk=risk)
             if dict(proposed.allocation.choices) == dict(choices):
                 return proposed
+            plan = replace(
+                plan,
+                binding=proposed.binding,
+                least_feasible_bytes=proposed.least_feasible_bytes,
+                most_useful_bytes=proposed.most_useful_bytes,
+                basis=Basis(by=MEASURED, text=AS_SAVED),
+            )
         if self.budget.memory_bytes is not None or limits.state_bytes is None:
             fits = seen_to_fit or self.fits(plan)
         else:

@@ -26,13 +26,14 @@ from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.groups import named_params, resolve_spec
 from baoc.optim.shards import largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, refuse_several_processes
-from baoc.planning.planner import Planner
+from baoc.planning.planner import AS_SAVED, LEAST_STATE, Planner
 from baoc.planning.reallocation.conversion import choices_by_part, restore_plan
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
 from baoc.planning.reallocation.migration_cost import migration_peak
 from baoc.profiling import GradientProfiler, describe, device_peak_bytes
 from baoc.profiling.late_step import LateStep
 from baoc.types import (
+    Basis,
     BlockMove,
     Budget,
     Moments,
@@ -580,6 +581,7 @@ class Reallocator:
         if saved.profiler and self.profiler is None and self.settings.mode == "once":
             notes.append("statistics of gradients are left out, as this optimizer has decided already")
         self.plan = _with_saved_tuning(plan, saved)
+        notes += _rates_note(self.plan, saved)
         self.late_specs = dict(saved.late) if not changes else {}
         if self.late and self.late_specs:
             self.replan_late()
@@ -641,8 +643,20 @@ def _read(state: object) -> _Saved:
 
 
 def _with_saved_tuning(plan: Plan, saved: _Saved) -> Plan:
-    """The plan with the saved rates and betas, if it has the saved choices, whatever a newer table gives."""
+    """The plan with the saved rates and betas, if it has the saved choices, whatever a newer table gives. Its basis
+    then holds no measurements, as these are of the newer rates."""
     tuning = saved.tuning  # None in checkpoints of earlier versions
     if tuning is None or plan.basis is None or dict(plan.allocation.choices) != saved.choices:
         return plan
-    return replace(plan, basis=replace(plan.basis, lr=tuning.lr, betas=tuning.betas))
+    if tuning == (tuning_of(plan) or Tuning()):
+        return plan
+    text = f"{AS_SAVED}, at {tuning.text}"
+    return replace(plan, basis=Basis(by=plan.basis.by, text=text, lr=tuning.lr, betas=tuning.betas))
+
+
+def _rates_note(plan: Plan, saved: _Saved) -> list[str]:
+    tuning = tuning_of(plan) or Tuning()
+    provisional = plan.basis is not None and plan.basis.by == LEAST_STATE
+    if provisional or saved.tuning is None or saved.tuning == tuning:
+        return []
+    return [f"what ran at {saved.tuning.text} goes on at {tuning.text}"]

@@ -1,6 +1,8 @@
 """The measured choice through every door: what runs, at which rate, by names and without them."""
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,29 +83,83 @@ def test_a_resume_keeps_the_rates_that_were_chosen_whatever_a_newer_table_has(ll
     assert rates == {0.125}
 
 
-def test_a_resume_keeps_what_ran_where_a_newer_table_cuts_blocks_by_part(
-    llama: nn.Module, monkeypatch: pytest.MonkeyPatch
-):
-    def step(optimizer: BaocOptimizer) -> None:
-        for param in llama.parameters():
-            param.grad = torch.full_like(param, 0.01)
-        optimizer.step()
+@pytest.fixture
+def saved_under(llama: nn.Module) -> Callable[[str], tuple[BaocOptimizer, dict[str, Any]]]:
+    """An optimizer of the smallest size's table after a step, and its checkpoint; `step` steps one."""
 
-    first = BaocOptimizer(llama, budget="state_15", lr=1e-3)
-    step(first)
-    saved = first.state_dict()
+    def save(budget: str) -> tuple[BaocOptimizer, dict[str, Any]]:
+        optimizer = BaocOptimizer(llama, budget=budget, lr=1e-3)
+        step(optimizer, llama)
+        return optimizer, optimizer.state_dict()
+
+    return save
+
+
+def step(optimizer: BaocOptimizer, network: nn.Module) -> None:
+    for param in network.parameters():
+        param.grad = torch.full_like(param, 0.01)
+    optimizer.step()
+
+
+def what_runs(optimizer: BaocOptimizer) -> dict[str, str]:
+    return {p.name: live.spec.name for live in optimizer.registry.live.values() for p in live.block.params}
+
+
+def use_table_of_parts(monkeypatch: pytest.MonkeyPatch, *, betas: Mapping[str, tuple[float, float]] | None = None):
+    """A newer table, whose best recipe names parts; with `betas` it differs from the older one in its tuning alone."""
     newer = next(size for size in families()["language"] if size.ranked(1.0)[0].name == "muon8_qk")
+    if betas is not None:
+        best = newer.ranked(1.0)[0]
+        alike = replace(best.recipe, specs=LANGUAGE.ranked(1.0)[0].recipe.specs, lr={}, betas=betas)
+        newer = replace(newer, recipes=(replace(best, recipe=alike), *newer.recipes))
     monkeypatch.setattr("baoc.planning.budgeted.families", lambda: {"language": (newer,)})
-    again = BaocOptimizer(llama, budget="state_15", lr=1e-3)
+
+
+@pytest.mark.parametrize("budget", ["state_15", "state_50", "unlimited"])
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_resume_keeps_what_ran_where_a_newer_table_has_another_recipe(
+    alike: bool, budget: str, llama: nn.Module, saved_under: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Also under a budget that was changed, where the old one left room for the newer recipe as well."""
+    first, saved = saved_under("state_15")
+    use_table_of_parts(monkeypatch, betas={"muon": (0.8, 0.95)} if alike else None)
+    again = BaocOptimizer(llama, budget=budget, lr=1e-3)
     assert again.plan.basis is not None and again.plan.basis.recipe == "muon8_qk"
     again.load_state_dict(saved)
-    ran, runs = (
-        {p.name: live.spec.name for live in one.registry.live.values() for p in live.block.params}
-        for one in (first, again)
+    kept = tuning_of(first.plan)
+    assert kept is not None and tuning_of(again.plan) == kept and what_runs(again) == what_runs(first)
+    assert alike or len(again.plan.blocks) > len(first.plan.blocks)
+    basis, rate = again.plan.basis, next(iter(kept.lr.values()))
+    assert basis is not None and basis.text == (
+        f"as the checkpoint runs it, at {rate:.3g} times the learning rate for adamw, muon; betas 0.9, 0.95 for muon"
     )
-    assert runs == ran and len(again.plan.blocks) > len(first.plan.blocks)
-    assert tuning_of(again.plan) == tuning_of(first.plan)
-    step(again)
+    assert (basis.by, basis.recipe, basis.change, basis.n) == ("measured", None, None, None)
+    step(again, llama)
+    assert what_runs(again) == what_runs(first)
+
+
+def test_a_resume_of_the_same_table_keeps_its_measurements(llama: nn.Module, saved_under: Any):
+    first, saved = saved_under("state_15")
+    again = BaocOptimizer(llama, budget="state_50", lr=1e-3)
+    again.load_state_dict(saved)
+    assert again.plan.basis == first.plan.basis and "n 8, bits per byte, measured at" in again.plan.basis.text
+
+
+@pytest.mark.parametrize(("old", "new"), [("state_10", "state_50"), ("state_15", "state_10")])
+def test_a_resume_under_a_budget_that_asks_for_another_recipe_names_both_rates(
+    old: str, new: str, llama: nn.Module, saved_under: Any, monkeypatch: pytest.MonkeyPatch
+):
+    first, saved = saved_under(old)
+    use_table_of_parts(monkeypatch)
+    again = BaocOptimizer(llama, budget=new, lr=1e-3)
+    events: list[Any] = []
+    again.reallocator.listeners.append(lambda event, *_: events.append(event))
+    again.load_state_dict(saved)
+    before, after = tuning_of(first.plan), tuning_of(again.plan)
+    assert before is not None and after is not None and before != after and what_runs(again) != what_runs(first)
+    (event,) = events
+    assert event.why.endswith(f"; what ran at {before.text} goes on at {after.text}")
+    assert f"{next(iter(before.lr.values())):.3g} times the learning rate for adamw, muon; betas" in before.text
 
 
 @pytest.mark.parametrize(("by", "name"), [(None, "layers.0.attention.qk"), ("layer_role", "layers.0.attention")])

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from baoc.core.catalogue import device_spec_name
+from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.planning.budgeted import MEASURED
 from baoc.planning.planner import Planner
 from baoc.types import Block, Budget, Plan, Profile
 
@@ -32,8 +34,9 @@ def restore_plan(
 ) -> tuple[Plan, list[str]]:
     """The plan to resume with, and notes for the user: the saved allocation if nothing changed, else a new one.
 
-    For a changed budget there is a new plan even if the saved allocation meets it, as the budget may allow more. `auto`
-    counts as unchanged, though other memory may be free now.
+    For a changed budget there is a new plan even if the saved allocation meets it, as the budget may allow more. Not so
+    where the saved one had room for what measures best: another version then chose, and a run keeps to its choice.
+    `auto` counts as unchanged, though other memory may be free now.
 
     Args:
         planner: Of the resumed run.
@@ -48,7 +51,7 @@ def restore_plan(
     budget = deferred or planner.budget
     changed = saved is not None and saved != budget and not saved.name == budget.name == AUTO
     notes = [f"the budget was {saved.name}, is {planner.budget.name}"] if saved is not None and changed else []
-    if changed and deferred is None:
+    if saved is not None and changed and deferred is None and (risk != MEASURED or _binds(saved, planner=planner)):
         plan = planner.propose(risk=risk, profile=profile)
     else:
         plan = planner.resume_plan(choices, risk=risk, profile=profile, gap=gap)
@@ -73,3 +76,16 @@ def restore_plan(
     if not notes and dict(plan.allocation.choices) != dict(choices):
         notes.append(f"the saved allocation does not meet budget {planner.budget.name} here")
     return plan, notes
+
+
+def _binds(budget: Budget, *, planner: Planner) -> bool:
+    """Whether the budget allows less than what measured best takes; True where it cannot be planned for."""
+    if budget.memory_bytes is not None and planner.footprint is None:
+        return True
+    before, planner.budget = planner.budget, budget
+    try:
+        return planner.propose(risk=MEASURED).binding
+    except (BadInputError, InfeasibleBudgetError):
+        return True
+    finally:
+        planner.budget = before
