@@ -20,6 +20,8 @@ from baoc.types import ParamInfo, Role
 # Inside these modules, a list holds heads, experts or sublayers of one layer, not layers.
 _ONE_LAYER_TYPE = re.compile(r"attention|mlp$|feedforward|moe|experts", re.IGNORECASE)
 _ONE_LAYER_NAME = re.compile(r"(self_?|cross_?)?att(ention|n)|mlp|ffn?|feed_?forward|.*moe|experts", re.IGNORECASE)
+# Layers that take a condition or choose among experts, wherever they are registered.
+_NO_HEAD = re.compile(r"(.+_)?(router|gate|gating|time|cond|teacher)(_|$)", re.IGNORECASE)
 # Modules whose weights are stored (in, out): GPT-2's Conv1D, and transposed convolutions as (in, out * kernel).
 _TRANSPOSED_TYPE = re.compile(r"Conv1D|ConvTranspose\dd")
 
@@ -33,16 +35,19 @@ class _Owner:
     aliases: list[str] = field(default_factory=list)
 
 
-def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | None = None) -> tuple[ParamInfo, ...]:
+def describe(
+    source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | None = None, part_of: nn.Module | None = None
+) -> tuple[ParamInfo, ...]:
     """The trainable parameters of `source` in order. A tied parameter appears once, with its other names as aliases.
 
     Roles and depth come from module types and names; without a module, from names and shapes as far as possible. The
-    last linear layer is the head whatever it is called, see `_unnamed_head`.
+    last linear layer is the head whatever it is called, see `_unnamed_head`, unless that is in doubt.
 
     Args:
         source: a module; a mapping or pairs (name, tensor); plain tensors (named param0, param1, ... by position); or a
             sequence of parameter groups (dicts with "params" of any of these).
         optimizer_groups: torch's `param_groups`. Each parameter gets the index of its group; others are left out.
+        part_of: the network of which `source` may be hidden layers alone; its last layer is the head.
 
     Raises:
         BadInputError: a parameter is in two groups, or in the optimizer but not in `source`; two tensors have one name;
@@ -61,7 +66,7 @@ def describe(source: Any, *, optimizer_groups: Sequence[Mapping[str, Any]] | Non
         for key, owner in owners.items()
         if not isinstance(owner.tensor, UninitializedParameter)
     }
-    if (head := _unnamed_head(source, owners=owners, roles=roles, types=types, layers=layers)) is not None:
+    if (head := _unnamed_head(source if part_of is None else part_of)) in roles:
         roles[head] = Role.HEAD
     infos: list[ParamInfo] = []
     for key, owner in owners.items():
@@ -164,31 +169,95 @@ def _module_types(module: nn.Module) -> dict[str, str]:
     }
 
 
-def _unnamed_head(
-    source: Any, *, owners: Mapping[int, _Owner], roles: Mapping[int, Role], types: Mapping[str, str], layers: "_Layers"
-) -> int | None:
+def _unnamed_head(source: Any) -> int | None:
     """id of the weight that is a network's head by its place, though its name says something else or nothing.
 
     That is the weight of a linear layer which is the last of all matrices, is not tied, and lies outside of the layers
-    or in a last layer that is built unlike the others. Where another name tells of a head, the last one must have a
-    name that tells nothing, as in `self.fc` before `self.out`.
+    or in a last layer that is built unlike the others. There is none where that is in doubt: another is named a head
+    (but `fc`, where it feeds the last); the last is one of twins or named for a condition or a choice; convolutions end
+    right before it in fewer channels, as images do; or it gives what a table of tokens takes, which may be the head.
     """
-    matrices = {name: tensor for name, tensor in _named(source) if id(tensor) in roles and tensor.dim() > 1}
+    module = source if isinstance(source, nn.Module) else None
+    types, layers = _module_types(module) if module is not None else {}, _Layers(module)
+    named = {name: t for name, t in _named(source) if not isinstance(t, UninitializedParameter)}
+    matrices = {name: t for name, t in named.items() if t.dim() > 1}
     name, tensor = next(reversed(matrices.items()), ("", None))
     is_linear = types[name].endswith("Linear") if name in types else name.rpartition(".")[2] == "weight"
-    if tensor is None or tensor.dim() != 2 or not is_linear or owners[id(tensor)].aliases:
+    if tensor is None or tensor.dim() != 2 or not is_linear or sum(t is tensor for t in matrices.values()) > 1:
         return None
-    by_name = {n: role_of(n, shape=t.shape, module_type=types.get(n, "")) for n, t in matrices.items()}
+    roles = {n: role_of(n, shape=t.shape, module_type=types.get(n, "")) for n, t in matrices.items()}
+    heads, before = [n for n, role in roles.items() if role is Role.HEAD], list(matrices)[-2:-1]
+    if heads and (heads != before or heads[0].split(".")[-2] != "fc" or matrices[heads[0]].shape[0] != tensor.shape[1]):
+        return None
+    in_layer = {n: layers.layer(n) for n in matrices}
     # Attention outside of numbered layers makes the network a layer itself, and what is called mlp its second half.
-    is_layer = any(role is Role.ATTENTION and not re.search(r"\d\.", n) for n, role in by_name.items())
-    allowed = (Role.OTHER,) if is_layer or Role.HEAD in by_name.values() else (Role.OTHER, Role.MLP)
-    if roles[id(tensor)] not in allowed:
+    is_layer = any(role is Role.ATTENTION and not re.search(r"(^|\.)\d+\.", n) for n, role in roles.items())
+    allowed = (Role.OTHER,) if is_layer or heads or in_layer[name] is not None else (Role.OTHER, Role.MLP)
+    if roles[name] not in allowed or any(map(_NO_HEAD.match, name.split("."))):
         return None
-    layer = layers.layer(name)
-    others = {layers.layer(other) for other in matrices} - {layer, None}
-    if layer is not None and (not others or any(f"{other}{name[len(layer) :]}" in matrices for other in others)):
+    tables = [
+        t
+        for n, t in matrices.items()
+        if t.dim() == 2
+        and (roles[n] is Role.EMBEDDING and not types[n].endswith("Linear") if n in types else _no_bias(n, named))
+    ]
+    if any(table.shape[1] == tensor.shape[0] for table in tables if table is not tensor):
         return None
-    return id(tensor)
+    if _like_other_layers(name, matrices, in_layer) or _has_twin(name, matrices, roles):
+        return None
+    return None if _after_images(name, matrices, roles, types, in_layer) else id(tensor)
+
+
+def _no_bias(name: str, named: Mapping[str, Tensor]) -> bool:
+    return name.endswith("weight") and f"{name.removesuffix('weight')}bias" not in named
+
+
+def _like_other_layers(name: str, matrices: Mapping[str, Tensor], in_layer: Mapping[str, str | None]) -> bool:
+    """Whether the layer that holds `name`, if any, has a matrix of the same name in another one, or is the only one."""
+    layer = in_layer[name]
+    if layer is None:
+        return False
+    others = set(in_layer.values()) - {layer, None}
+    alike = (
+        (t, matrices.get(f"{other}{n.removeprefix(layer)}"))
+        for n, t in matrices.items()
+        if n.startswith(f"{layer}.")
+        for other in others
+    )
+    return not others or any(twin is not None and twin.dim() == t.dim() for t, twin in alike)
+
+
+def _has_twin(name: str, matrices: Mapping[str, Tensor], roles: Mapping[str, Role]) -> bool:
+    """Whether the module right before one that holds `name` has a matrix in its place, of the same shape, or of the
+    same input where neither takes what the other gives: two critics, two towers, a mean and a variance."""
+    parts, names = name.split("."), list(matrices)
+    for depth in range(len(parts) - 1):
+        first = next(n for n in names if n.startswith(".".join(parts[: depth + 1]) + "."))
+        before = names[names.index(first) - 1].split(".") if first != names[0] else []
+        twin = ".".join([*before[: depth + 1], *parts[depth + 1 :]])
+        if before[:depth] != parts[:depth] or twin == name or roles.get(twin) is not roles[name]:
+            continue
+        own, other = matrices[name].shape, matrices[twin].shape
+        fed = matrices[".".join(before)].shape[0] == matrices[first].shape[1]
+        if other == own or (len(other) == 2 and other[1] == own[1] and not fed):
+            return True
+    return False
+
+
+def _after_images(
+    name: str,
+    matrices: Mapping[str, Tensor],
+    roles: Mapping[str, Role],
+    types: Mapping[str, str],
+    in_layer: Mapping[str, str | None],
+) -> bool:
+    """Whether the last convolution gives less channels than it takes, and no layer lies between it and `name`."""
+    names = list(matrices)
+    convs = [n for n in names if matrices[n].dim() > 2 and roles[n] in (Role.CONV, Role.OTHER)]
+    if not convs or any(in_layer[n] is not None for n in names[names.index(convs[-1]) + 1 :]):
+        return False
+    gives, takes = matrices[convs[-1]].shape[:2]
+    return takes < gives if _TRANSPOSED_TYPE.fullmatch(types.get(convs[-1], "")) else gives < takes
 
 
 # -- depth ------------------------------------------------------------------------------------------------------------

@@ -134,7 +134,9 @@ class BaocOptimizer(BlockwiseOptimizer):
         _broadcast_unsharded([param for _, param in pairs], group=process_group, device=device)
         free = -int(process_group.all_reduce_max(-free_bytes(device))[0])
         limit = resolve_auto(parse_budget(budget), free_bytes=free)
-        infos = describe(module if module is not None else pairs, optimizer_groups=groups)
+        given = isinstance(params, nn.Module) or model is not None
+        whole = None if given else network_of((param for _, param in pairs), largest=True)
+        infos = describe(module if module is not None else pairs, optimizer_groups=groups, part_of=whole)
         settings = without_scratch_measurements(settings, network=module, pretrained=pretrained)
         refuse_sharded(named, budget=limit, settings=settings, probed=probe is not None)
         if limit.step_time is not None and probe is None:
@@ -390,15 +392,15 @@ def with_network(
     return module, named, groups
 
 
-def network_of(params: Iterable[Tensor]) -> nn.Module | None:
-    """The smallest module that lives and has all of these parameters; None where there is none.
+def network_of(params: Iterable[Tensor], *, largest: bool = False) -> nn.Module | None:
+    """The smallest module that lives and has all of these parameters, or the largest; None where there is none.
 
     `model.parameters()` says neither names nor layers, by which roles, measured recipes and checkpoints go.
     """
     wanted = set(map(id, params))
     built = [module for module in live_instances(nn.Module) if "_modules" in module.__dict__]  # by nn.Module.__init__
     found = [module for module in built if wanted <= set(map(id, module.parameters()))]
-    return min(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
+    return (max if largest else min)(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
 
 
 def name_parameters(params: Any, *, model: nn.Module | None = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

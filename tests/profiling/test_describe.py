@@ -1,6 +1,7 @@
 """Names, roles, layers and groups of parameters, from modules, named parameters, plain ones and parameter groups."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -183,6 +184,10 @@ def line(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
 
 
+def layer(**modules: nn.Module) -> nn.Module:
+    return of(attn=nn.MultiheadAttention(8, 2), **modules)
+
+
 HEADS = {
     "mnist": (of(conv1=nn.Conv2d(1, 4, 3), fc1=nn.Linear(16, 8), fc2=nn.Linear(8, 3)), ["fc2"]),
     "gpt": (of(tok=nn.Embedding(9, 8), blocks=encoder_layers(), to_logits=nn.Linear(8, 9)), ["to_logits"]),
@@ -203,7 +208,30 @@ HEADS = {
     "one layer in a list": (nn.Sequential(*encoder_layers(1)), []),
     "convolutions": (of(time_mlp=line(8, 8), down=nn.Conv2d(3, 4, 3), outc=nn.Conv2d(4, 3, 1)), []),
     "last is tied": (Network(), []),
+    "heads of other shapes": (of(cls=nn.Linear(8, 9), box=of(layers=nn.ModuleList(line(8, 8, 4)))), ["box.layers.1"]),
+    "scores by attention": (of(emb=nn.Embedding(9, 8), rnn=nn.GRU(8, 8), attn=nn.Linear(8, 1), out=nn.Linear(8, 2)),
+                            ["out"]),
+    "experts in the last layer": (
+        of(layers=nn.ModuleList([layer(mlp=of(up=nn.Linear(8, 16), down=nn.Linear(16, 8))),
+                                 layer(mlp=of(experts=nn.ModuleList(line(8, 16)), shared=nn.Linear(8, 8)))])), []
+    ),
+    "another beside a named head": (of(proj_out=nn.Linear(8, 3), caption=line(4, 8)), ["proj_out"]),
+    "another after fc": (of(enc=nn.Linear(4, 8), fc=nn.Linear(8, 3), gate=nn.Linear(8, 4)), ["fc"]),
+    "a router": (of(experts=nn.ModuleList(line(8, 8, 8)), router=nn.Linear(8, 2)), []),
+    "two layers as attributes": (of(tok=nn.Embedding(9, 8), block1=layer(mlp=line(8, 16, 8)),
+                                    block2=layer(mlp=line(8, 16, 8))), []),
+    "two linear layers": (of(tok=nn.Embedding(9, 8), layer1=nn.Linear(8, 16), layer2=nn.Linear(16, 8)), []),
+    "two linear layers of one shape": (of(layer1=nn.Linear(8, 8), layer2=nn.Linear(8, 8)), []),
+    "two projections": (of(enc=nn.Linear(4, 8), image=nn.Linear(8, 5), text=nn.Linear(8, 5)), []),
+    "two critics": (of(q1=line(8, 16, 1), q2=line(8, 16, 1)), []),
+    "two towers": (of(user=line(8, 16, 16), item=line(8, 16, 16)), []),
+    "actor and critic": (of(trunk=line(8, 16), actor=nn.Linear(16, 4), critic=nn.Linear(16, 1)), []),
+    "actor and critic of layers": (of(actor=line(8, 16, 4), critic=line(8, 16, 1)), []),
+    "before a table": (of(embedding=nn.Embedding(9, 8), t=encoder_layers(), transform=nn.Linear(8, 8)), []),
 }  # fmt: skip
+UNET = {"down": nn.Conv2d(3, 8, 3), "up": nn.Conv2d(8, 3, 3)}
+HEADS |= {f"a U-Net's {name}": (of(**UNET, **{name: line(8, 16, 16)}), []) for name in ("time_mlp", "t_proj", "cond")}
+HEADS |= {"a U-Net's two conditions": (of(**UNET, t_proj=nn.Linear(8, 16), labels=nn.Linear(4, 16)), [])}
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -212,6 +240,20 @@ def test_the_last_linear_layer_is_the_head_whatever_it_is_called(name: str):
     want = [f"{head}.weight" for head in heads]
     assert [p.name for p in describe(network) if p.role is Role.HEAD] == want
     assert [p.name for p in describe(list(network.named_parameters())) if p.role is Role.HEAD] == want
+
+
+def test_transposed_convolutions_that_end_in_few_channels_give_the_output():
+    network = of(down=nn.Conv2d(1, 8, 3), up=nn.ConvTranspose2d(8, 1, 3), labels=nn.Linear(4, 16))
+    assert not [p.name for p in describe(network) if p.role is Role.HEAD]
+
+
+def test_names_alone_do_not_tell_that_a_table_is_the_head():
+    network: Any = of(
+        tok=nn.Embedding(9, 8), t=encoder_layers(), transform=nn.Linear(8, 8), out=nn.Linear(8, 9, bias=False)
+    )
+    network.out.weight = network.tok.weight
+    for source in (network, list(network.named_parameters())):
+        assert not [p.name for p in describe(source) if p.role is Role.HEAD]
 
 
 def test_a_frozen_head_is_the_head_still():

@@ -62,6 +62,17 @@ def test_named_parameters_have_the_types_of_their_network_unless_they_are_called
     assert roles[f"{prefix}0.weight"] is (Role.OTHER if prefix else Role.EMBEDDING)
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("head", ["head", "out", None])
+def test_the_last_of_hidden_layers_is_no_head_where_their_network_lives(head: str | None, named: bool):
+    blocks = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = nn.ModuleDict({"first": nn.Linear(3, 8), "blocks": blocks, **({head: nn.Linear(4, 2)} if head else {})})
+    given = list(blocks.named_parameters()) if named else blocks.parameters()
+    plan = BaocOptimizer(given, budget="state_25", verbose=False).plan
+    heads = [param.name for block in plan.blocks for param in block.params if param.role is Role.HEAD]
+    assert model and heads == ([] if head else ["2.weight"])
+
+
 @pytest.mark.slow
 def test_the_network_of_plain_parameters_is_the_smallest_that_lives_with_all_of_them():
     inner: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
