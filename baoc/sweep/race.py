@@ -397,13 +397,16 @@ class RaceRun:
         plan_s = setup.get("plan_s")
         self.plan_s = self._earlier_plan_s = float(plan_s) if isinstance(plan_s, int | float) else 0.0
         try:
-            changes = differences(comparable_settings(setup["settings"]), settings)
+            earlier_settings = comparable_settings(setup["settings"])
         except BadInputError as error:
             raise BadInputError(
                 f"{self.folder} holds a race of another version of baoc, whose settings this one does not take "
                 f"({error}): give another folder (hydra.run.dir=PATH)"
             ) from error
-        if changes:
+        blocks, typed = earlier_settings["blocks"], any(word.startswith("blocks") for word in setup.get("words", ()))
+        if settings["blocks"]["by"] == "auto" and blocks["by"] == "layer_role" and not typed:
+            blocks["by"] = "auto"  # the default of earlier versions had this effect
+        if changes := differences(earlier_settings, settings):
             earlier = ", ".join(f"{path}={setting_text(old)}" for path, old, _ in changes)
             raise BadInputError(
                 f"{self.folder} holds a race with {earlier}, and runs of both cannot be compared: give the settings it "

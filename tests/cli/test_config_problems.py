@@ -49,7 +49,7 @@ PROBLEMS = [
     (["~risk"], "risk is missing: it was removed"),
     (["~model"], "a value refers to what is not there: Interpolation key 'model.name' not found"),
     (["allocator=[[]]"], "allocator cannot be [[]]: choose one of its options, such as allocator=exact"),
-    (["blocks=[1,2]"], "blocks cannot be [1,2]: choose one of its options, such as blocks=layer"),
+    (["blocks=[1,2]"], "blocks cannot be [1,2]: choose one of its options, such as blocks=auto"),
     (["model=[null]"], "model cannot be [null]: choose one of its options, such as model=dit"),
     (["model=1"], "model cannot be 1: choose one of its options, such as model=dit"),
     (["task={a: 1}"], "task cannot be {a: 1}: choose one of its options, such as task=diffusion"),

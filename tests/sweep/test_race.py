@@ -183,12 +183,18 @@ def test_a_race_of_an_earlier_version_goes_on_with_the_seconds_of_its_plan(tmp_p
     settings["reallocation"] |= {"update_rms": "usual", "interval": 100}
     settings["budget"]["relaxation"] = {"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1}
     settings["budget"]["schedule"][0]["batch"] = None
+    assert settings["blocks"]["by"] == "auto"
+    settings["blocks"]["by"] = "layer_role"
     file.write_text(json.dumps(kept | {"plan_s": 60.0}))
     assert begun().elapsed_s() == 90.0
     with pytest.raises(BadInputError, match=r"holds a race with model.dropout=0.0, and runs"):
         begun("model.dropout=0.1")
     with pytest.raises(BadInputError, match=r"holds a race with budget.host_memory=none, and runs"):
         begun("+budget.host_memory=8gb")
+    file.write_text(json.dumps(kept | {"words": [*words, "blocks=layer_role"]}))
+    with pytest.raises(BadInputError, match=r"holds a race with blocks.by=layer_role, and runs"):
+        begun()
+    begun("blocks=layer_role")
     settings["optim"]["gone"] = 1
     file.write_text(json.dumps(kept))
     with pytest.raises(BadInputError, match=r"a race of another version of baoc.*unknown key optim.gone"):
