@@ -6,9 +6,10 @@ A family has an entry for each size of network that was measured, the smallest f
 
 - Whole recipes. Of its settings (rate, beta2) a recipe takes that of the lowest rate whose `choice` is within half a
   percent of the least, and not distinguishable from it (90 %, paired): curves are flat at the top, and lower rates bear
-  longer runs. Changes are of `value`, on data that chose nothing, paired by seed; of recipes that were run again on
-  fresh seeds (phase confirm) those count alone. Rates are multiples of AdamW's: in
-  study A of its best one, in the role study of the product's own, around which AdamW's curve is flat (`own_rate`).
+  longer runs. Changes are of `value`, on data that chose nothing, paired by seed; of runs through the command the one
+  value both chooses and is reported, which is all that there is of 350m. Of recipes that were run again on fresh seeds
+  those count alone (FRESH, PRODUCT_FRESH). Rates are multiples of AdamW's: in study A of its best one, in the role
+  study of the product's own, around which AdamW's curve is flat (`own_rate`).
 - Rules by role. The change of the final loss where one role of the base runs another spec: d = role + spec +
   interaction. The first two are fitted by least squares; interactions are shrunk towards 0 by their variance over
   that of a measurement. All differences of a kind have one standard deviation, as each has few seeds.
@@ -16,7 +17,7 @@ A family has an entry for each size of network that was measured, the smallest f
   over the sum of its entries. Where the two can be told apart (90 %) and differ by more than a tenth, or their
   difference is known less well than the sum is large, entries of the spec are not to be added.
 - What was not run at a size is carried over from the next smaller one (`carry_over`), with an error between sizes that
-  is estimated from what was run at both. Nothing is carried to smaller sizes.
+  is estimated from what was run at both of two sizes in a row. Nothing is carried to smaller sizes.
 """
 
 import argparse
@@ -50,7 +51,7 @@ ROLE_ROWS = (
 PRODUCT_ROWS = ("size_runs.csv", "size_rates.csv")  # runs through the command
 # Of these: family, size -> groups of rows that are one another's rivals, though their seeds may differ.
 PRODUCT_SIZES: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("language", "60m"): ("60m", "60m_qk"),
+    ("language", "60m"): ("60m", "60m_qk", "60m_fresh"),
     ("language", "350m"): ("350m_200",),
 }
 # Label -> recipe. Labels that are not here ran at one rate that is not the best: the table of their day had faded it.
@@ -59,8 +60,12 @@ PRODUCT_LABELS: Mapping[str, dict[str, Any]] = {
     "lean_m90": {"name": "muon8_lean_m90", **recipe_lists.MORE_WHOLE["muon8_lean_m90"]},
     "qk_m90": {"name": "muon8_qk_m90", "base": "muon8_qk", "betas": {"muon": [0.9, 0.95]}},
 }
+# Groups on seeds that chose nothing -> the label and the multiple of what the measured choice ran there, `chosen_15`.
+PRODUCT_FRESH: Mapping[str, tuple[str, float]] = {"60m_fresh": ("qk_m90", 2.0)}
 ALIKE_SIZES = 1.01  # sizes less apart are one, measured in two ways
-FRESH = ("confirm", "queries")  # phases of the role study on seeds that chose nothing
+# Phases of the role study on seeds that chose nothing; but at 25m `queries` came first, and its seeds chose the base's
+# rate and the multiples, too, by `choice`.
+FRESH = ("confirm", "queries")
 PHASES = ("rates", "whole", "roles", "again", "attention", *FRESH)  # mixtures, controls, long runs are told elsewhere
 # The product's rates for a Llama of its sizes nano, 60m and 350m, here on bytes: parameters -> rate. At 6.6M AdamW's
 # best one is half of what lies between them, as it is half of the product's at nano and 60m.
@@ -109,7 +114,7 @@ class Setting:
     role: str = ""
     spec: str = ""
     multiple: float = 1.0
-    fresh: bool = False  # on seeds that chose neither recipe nor rate
+    fresh: bool = False  # of FRESH or PRODUCT_FRESH: counts alone where its recipe was run on other seeds, too
 
 
 # -- raw rows ---------------------------------------------------------------------------------------------------------
@@ -152,14 +157,17 @@ def what_ran(row: Row, family: str) -> Iterable[tuple[str, str, str, float]]:
 
 def settings_of_product(rows: Iterable[Row], *, rate: float) -> list[Setting]:
     """Settings of runs through the command, whose own learning rate is `rate`. Their only value chooses theirs, too."""
-    found: dict[tuple[str, float], list[Row]] = defaultdict(list)
+    found: dict[tuple[str, float, bool], list[Row]] = defaultdict(list)
     for row in rows:
         label = next((name for name in PRODUCT_LABELS if row["label"].startswith(f"{name}_")), row["label"])
+        multiple, fresh = float(row["lr"] or rate) / rate, row["group"] in PRODUCT_FRESH
+        if fresh and label == "chosen_15":
+            label, multiple = PRODUCT_FRESH[row["group"]]
         if label in PRODUCT_LABELS:
-            found[label, float(row["lr"] or rate) / rate].append({**row, "choice": row["value"]})
+            found[label, multiple, fresh].append({**row, "choice": row["value"]})
     return [
-        _setting(PRODUCT_LABELS[label]["name"], held, rate=multiple, recipe=PRODUCT_LABELS[label])
-        for (label, multiple), held in found.items()
+        _setting(PRODUCT_LABELS[label]["name"], held, rate=multiple, recipe=PRODUCT_LABELS[label], fresh=fresh)
+        for (label, multiple, fresh), held in found.items()
     ]
 
 
@@ -436,10 +444,11 @@ def carry_over(sizes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     - A recipe changes as those of its rules changed between the two sizes. Its standard deviation grows by what recipes
       of the same rules differ in; by what rules differ in, if none of its rules, or only its main one, was run at both.
+      If the reference is another one that was itself carried over to the smaller size, it grows by that one's, too.
       Its multiple of the rate moves with theirs; without such recipes it fades.
     - An entry of a role stays. Its standard deviation grows by what entries that were run at both differ in.
 
-    Both are estimated from all pairs of sizes up to this one.
+    Both are estimated from all pairs of sizes up to this one, by what was run at both of a pair.
     """
     done = [*sizes[:1]]
     in_rules: list[list[float]] = []  # what each rule's recipes changed in between two sizes
@@ -450,13 +459,16 @@ def carry_over(sizes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ours = {held["recipe"]["name"]: held for held in size["recipes"]}
         before = {held["recipe"]["name"]: held for held in smaller["recipes"]}
         groups: dict[frozenset[str], list[tuple[float, float]]] = defaultdict(list)
+        ran: dict[frozenset[str], list[float]] = defaultdict(list)  # of these, what was run at both
         for name in ours.keys() & before.keys():
             moved = ours[name]["change"]["mean"] - before[name]["change"]["mean"]
             groups[rules_of(before[name]["recipe"])].append(
                 (moved, math.log(ours[name]["rate"] / before[name]["rate"]))
             )
-        in_rules += [[moved for moved, _ in held] for held in groups.values()]
-        of_rules.append([fmean(moved for moved, _ in held) for held in groups.values()] or [0.0])
+            if "carried" not in before[name]["change"]:
+                ran[rules_of(before[name]["recipe"])].append(moved)
+        in_rules += ran.values()
+        of_rules.append([*map(fmean, ran.values())] or [0.0])
         across = spread_of(of_rules, about_mean=True)
         if math.isnan(across):
             raise SystemExit(
@@ -469,11 +481,15 @@ def carry_over(sizes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {(role, spec): entry for role, held in one["roles"].items() for spec, entry in held.items()}
             for one in (smaller, size)
         ]
-        shared = entries_of[0].keys() & entries_of[1].keys()
+        shared = [key for key in entries_of[1] if "carried" not in entries_of[0].get(key, {"carried": ""})]
         of_roles.append([entries_of[1][key]["mean"] - entries_of[0][key]["mean"] for key in shared])
         by_role = spread_of(of_roles, about_mean=False)
+        reference = before.get(size["reference"], {"change": {}})["change"]  # its error is that of all, if it is new
+        error = reference["sd"] if "carried" in reference and smaller["reference"] != size["reference"] else 0.0
         carried = {
-            name: _carried(held, smaller, size, groups, within=within, across=across)
+            name: _carried(
+                held, smaller, size, groups, within=math.hypot(within, error), across=math.hypot(across, error)
+            )
             for name, held in before.items()
             if name not in ours
         }

@@ -224,6 +224,32 @@ def test_errors_between_sizes_add_up_from_size_to_size():
     assert sds[0] == 0.003 < sds[1] < sds[2]
 
 
+def sd_at_the_largest(*sizes: dict, name: str) -> float:
+    return next(held["change"]["sd"] for held in carry_over(sizes)[-1]["recipes"] if held["recipe"]["name"] == name)
+
+
+def test_what_was_carried_to_a_size_tells_nothing_of_how_sizes_differ():
+    """The largest size ran Lion, which the middle one has from the smallest alone: however far off it is."""
+    small, middle = size_of(10**6, {**SMALL, "signum8": (0.6, 1.0)}), size_of(10**7, BOTH)
+    found = [
+        sd_at_the_largest(small, middle, size_of(10**8, {**BOTH, "lion8": (moved, 1.0)}), name="signum8")
+        for moved in (0.6, 2.6)
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_new_reference_that_was_carried_over_brings_its_error_to_all_that_are(ran: bool):
+    """So 8-bit Muon at .95 has an error from the momentum of .9, which was run at the smallest and the largest size."""
+    middle = {**BOTH, "muon4_lean": (0.05, 4.0)} if ran else BOTH
+    largest = {"muon4_lean": (0.0, 4.0), "adamw": (0.4, 0.5), "adamw8": (0.40, 0.5)}
+    sizes = [size_of(10**6, SMALL), size_of(10**7, middle), size_of(10**8, largest, reference="muon4_lean")]
+    middle_sd = sd_at_the_largest(*sizes[:2], name="muon4_lean")
+    alike = [*sizes[:2], sizes[2] | {"reference": "adamw"}]
+    sd, without = (sd_at_the_largest(*held, name="muon8_lean") for held in (sizes, alike))
+    assert sd == pytest.approx(without if ran else (without**2 + middle_sd**2) ** 0.5)
+
+
 def test_roles_are_carried_over_with_what_roles_differ_in():
     def entry(mean: float) -> dict:
         return {"mean": mean, "sd": 0.001, "n": 4, "multiple": 1.0}
@@ -350,3 +376,26 @@ def test_runs_through_the_command_are_a_size_and_replace_the_same_size_of_the_ro
     assert by_name["adamw"]["change"]["mean"] == pytest.approx(0.4)  # on other seeds
     assert by_name["muon8_qk_m90"]["change"]["mean"] == pytest.approx(-0.03)
     assert by_name["muon8_qk"]["change"]["carried"] == "25m"
+
+
+@pytest.mark.parametrize("group", ["60m_fresh", "60m_qk"])
+def test_runs_of_the_choice_on_seeds_that_chose_nothing_count_alone(group: str):
+    """`chosen_15` is what the measured choice ran on fresh seeds; elsewhere it is of a table of its day."""
+    rows = [
+        {"group": of, "label": label, "seed": f"{first + seed}", "status": "finite", "value": f"{value + seed / 100}",
+         "state_bytes": "204542252", "state_fraction": "1", "lr": lr, "num_steps": "400", "recipe": "x"}
+        for of, first, label, lr, value in (
+            ("60m", 600, "adamw_0.5", "0.0005", 1.8), ("60m", 600, "foam8_lean", "", 1.9),
+            ("60m_qk", 700, "lean_m90_4", "0.004", 1.4), ("60m_qk", 700, "qk_m90_2", "0.002", 1.37),
+            (group, 800, "adamw_0.5", "0.0005", 1.8), (group, 800, "lean_m90_4", "0.004", 1.4),
+            (group, 800, "chosen_15", "", 1.38),
+        )
+        for seed in range(4)
+    ]  # fmt: skip
+    role = [one | {"size": "25m", "state_bytes": "204542260"} for one in larger_rows()]
+    size = fit([*made(), *role], product=rows)["families"]["language"][-1]
+    by_name = {held["recipe"]["name"]: held for held in size["recipes"]}
+    mean = -0.02 if group == "60m_fresh" else -0.03
+    assert by_name["muon8_qk_m90"]["change"]["mean"] == pytest.approx(mean) and by_name["muon8_qk_m90"]["rate"] == 2
+    assert by_name["foam8_lean"]["change"]["mean"] == pytest.approx(0.5)  # against the reference's other seeds
+    assert by_name["foam8_lean"]["against"]["adamw"]["mean"] == pytest.approx(0.1)
