@@ -542,7 +542,8 @@ class BudgetedStrategy(Strategy):
     ) -> None:
         """`native`: weights of the checkpoint, by name, before the plan in force rounded them to bf16."""
         online = state.pop("online", None)
-        notes = reallocator.load_state_dict(online) if online is not None else []
+        blocks = state.get("blocks")
+        notes = reallocator.load_state_dict(online, blocks=blocks) if online is not None else []
         optimizer = reallocator.optimizer
         optimizer.load_state_dict(state)
         assert optimizer.load_report is not None

@@ -256,7 +256,7 @@ class BaocOptimizer(BlockwiseOptimizer):
     def _resume(self, state_dict: dict[str, Any]) -> None:
         """Adopts the saved allocation if it meets the budget; the states follow, converted where specs differ."""
         if (online := state_dict.get("online")) is not None:
-            self._changed = self.reallocator.load_state_dict(online)
+            self._changed = self.reallocator.load_state_dict(online, blocks=state_dict.get("blocks"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch does, and reports what was planned or converted anew for another budget or other

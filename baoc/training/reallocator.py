@@ -14,7 +14,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from baoc.optim.groups import named_params, resolve_spec
 from baoc.optim.shards import largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, refuse_several_processes
 from baoc.planning.planner import AS_SAVED, LEAST_STATE, Planner
-from baoc.planning.reallocation.conversion import choices_by_part, restore_plan
+from baoc.planning.reallocation.conversion import choices_with_head, restore_plan
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
 from baoc.planning.reallocation.migration_cost import migration_peak
 from baoc.profiling import GradientProfiler, describe, device_peak_bytes
@@ -531,20 +531,27 @@ class Reallocator:
         )
         return {**to_plain(saved), "profiler": self.profiler.state_dict(copies=copies) if self.profiler else {}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+    def load_state_dict(self, state: dict[str, Any], *, blocks: object = None) -> list[str]:
         """Continues a run; returns notes for the user on what could not be continued.
 
         The saved allocation is adopted if budget, catalogue and blocks are the same, else planned anew. Gradient
         statistics of other blocks or specs start anew. Load the optimizer's states after this, into the optimizer.
+        `blocks`: those of the optimizer's checkpoint, if it has them: a block that became the head is then known.
 
         Raises:
             CheckpointError: `state` is damaged; nothing has changed.
             InfeasibleBudgetError: Neither the saved allocation nor another one fits; nothing has changed.
         """
         saved = _read(state)
-        saved = replace(saved, choices=choices_by_part(saved.choices, blocks=self.planner.blocks))
+        choices, notes = choices_with_head(
+            saved.choices,
+            members=_members(blocks),
+            planner=self.planner,
+            risk=self.planner.risk_of_saved(saved.risk_model, profile=None),
+            plan=self.plan if self.deferred_budget is None else None,
+        )
+        saved = replace(saved, choices=choices)
         profile, profile_dropped = saved.profile, False
-        notes: list[str] = []
         if profile is not None and any(block.name not in profile.stats for block in self.planner.blocks):
             profile, profile_dropped = None, True
             notes.append("statistics of gradients start anew, as they are of other blocks or specs")
@@ -640,6 +647,14 @@ def _read(state: object) -> _Saved:
             "to load the states alone"
         ) from error
     return saved
+
+
+def _members(blocks: object) -> dict[str, list[str]]:
+    """Block -> parameter names. Empty where `blocks` is damaged, which the optimizer's own loading reports."""
+    try:
+        return {name: list(entry["params"]) for name, entry in cast(Any, blocks or {}).items()}
+    except (AttributeError, KeyError, TypeError):
+        return {}
 
 
 def _with_saved_tuning(plan: Plan, saved: _Saved) -> Plan:

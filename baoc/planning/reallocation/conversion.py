@@ -6,7 +6,7 @@ from baoc.core.catalogue import device_spec_name
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.budgeted import MEASURED
 from baoc.planning.planner import Planner
-from baoc.types import Block, Budget, Plan, Profile
+from baoc.types import Block, Budget, Plan, Profile, Role
 
 AUTO = "auto"
 
@@ -20,6 +20,40 @@ def choices_by_part(choices: Mapping[str, str], *, blocks: Iterable[Block]) -> d
     }
     same = set(before.values()) == set(choices)
     return {name: choices[whole] for name, whole in before.items()} if same else dict(choices)
+
+
+def choices_with_head(
+    choices: Mapping[str, str],
+    *,
+    members: Mapping[str, Iterable[str]],
+    planner: Planner,
+    risk: str,
+    plan: Plan | None,
+) -> tuple[dict[str, str], list[str]]:
+    """A checkpoint's choices for blocks whose head was not known as one before, and notes for the user. What the head
+    may not run, as Muon, `plan` replaces, else the embedding's spec. Unchanged if other blocks differ as well.
+
+    `members`: block -> parameter names, of the checkpoint.
+    """
+    owner = {param: block for block, params in members.items() for param in params}
+    adapted, notes = dict(choices), list[str]()
+    for head in planner.blocks:
+        moved = [param.name for param in head.params if owner.get(param.name, head.name) != head.name]
+        if head.name.rpartition(".")[2] != Role.HEAD or not moved or owner[moved[0]] not in choices:
+            continue
+        old = choices[owner[moved[0]]]
+        spec = adapted.get(head.name, old)
+        if spec not in {candidate.spec for candidate in planner.candidates(risk=risk, profile=None)[head.name]}:
+            spec = plan.allocation.choices[head.name] if plan is not None else choices.get("embedding", spec)
+        adapted[head.name] = spec
+        names = {block.name for block in planner.blocks}
+        adapted = {name: s for name, s in adapted.items() if name in names or name not in map(owner.get, moved)}
+        told = ", ".join(name.removesuffix(".weight") for name in moved)
+        notes.append(f"{told} is now the head" + (f", which runs {spec}, not {old}" if spec != old else ""))
+    adapted = choices_by_part(adapted, blocks=planner.blocks)
+    if not notes or set(adapted) != {block.name for block in planner.blocks}:
+        return choices_by_part(choices, blocks=planner.blocks), []
+    return adapted, notes
 
 
 def restore_plan(
