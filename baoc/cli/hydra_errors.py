@@ -9,7 +9,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, MissingMandatoryValue
 
 from baoc.config.from_hydra import to_conf
-from baoc.config.nodes import COLLECTIONS
+from baoc.config.nodes import COLLECTIONS, UNREADABLE
 from baoc.config.options import GROUPS, group_keys, registry
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import SET_BY_BAOC
@@ -50,6 +50,9 @@ def translate_error(error: BaseException) -> BadInputError | None:
         reason = lines[-1]
         if reason.strip() == "^":  # below the character of the line before that is in the way
             at = reason.index("^") - len(lines[-2].removesuffix(override))
+            if not lines[-2].endswith(override) or not 0 <= at < len(override):  # it has several lines
+                found = UNREADABLE.search(override.replace("=", " ", 1))
+                at = 0 if found is None else found.start()
             reason = f"{override[at]!r} needs quotes around the value"
         return BadInputError(
             f"cannot read {override!r}: {reason}\n"

@@ -46,8 +46,8 @@ PATH_KEYS = (
     ("resume",),
 )
 _PATHS = (*(".".join(key) for key in PATH_KEYS), "hydra.run.dir", "hydra.sweep.dir")
-_UNREADABLE = re.compile(r"[^A-Za-z0-9_/\\+.$%*@?|:, -]")  # no part of a value in Hydra's grammar
-_READ_OTHERWISE = re.compile(r"""['"\[{]|.*\$\{|(choice|shuffle|sort|glob|str)\(""")  # quoted, lists, functions
+UNREADABLE = re.compile(r"[^A-Za-z0-9_/\\+.$%*@?|:, -]")  # no part of a value in Hydra's grammar
+_READ_OTHERWISE = re.compile(r"[\[{]|.*\$\{|(choice|shuffle|sort|glob|str)\(")  # lists, functions
 PRESETS_WITH_FILES = (AUTO, UNLIMITED)  # in conf/budget
 
 # Each composition copies what it reads from, and with it all registered nodes, a quarter of its time. A node is copied
@@ -239,7 +239,7 @@ def with_option_names(argv: Sequence[str]) -> list[str]:
     """Replaces values of a command line by the names of the options that `register` has made for them.
 
     These are own code, files of recipes, durations of races, and budgets in bytes, which Hydra would read as a number.
-    Paths with characters that Hydra's grammar does not have, such as ~, accents and brackets, are quoted.
+    Paths that Hydra's grammar cannot read, as with ~, accents and brackets, are quoted.
     """
     to_option = {
         **{
@@ -258,10 +258,16 @@ def with_option_names(argv: Sequence[str]) -> list[str]:
             if key.endswith(f".{TARGET}"):
                 key = key.lstrip("+").removesuffix(f".{TARGET}")
             word = f"{key}={','.join(convert(_unquoted(text)) for text in _items(value))}"
-        elif key.lstrip("+") in _PATHS and _UNREADABLE.search(value) and not _READ_OTHERWISE.match(value):
-            word = f"{key}={','.join(map(quote, value.split(',')))}"
+        elif key.lstrip("+") in _PATHS and _is_unreadable(word, value=value):
+            quoted = (text if text.lstrip()[:1] in ("'", '"') else quote(text) for text in _items(value))
+            word = f"{key}={','.join(quoted)}"
         replaced.append(word)
     return replaced
+
+
+def _is_unreadable(word: str, *, value: str) -> bool:
+    """Whether Hydra cannot read a word that is meant as text. Parsing, which takes long, is left to the last."""
+    return bool(UNREADABLE.search(value)) and not _READ_OTHERWISE.match(value) and _parsed(word) is None
 
 
 def _items(value: str) -> list[str]:

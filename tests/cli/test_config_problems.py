@@ -2,7 +2,9 @@
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baoc.cli.failures import failure_of
 from baoc.config.compose import compose
@@ -111,6 +113,28 @@ def test_a_wrong_command_is_told_what_is_allowed(overrides: list[str], message: 
     assert (failure.exit_code, failure.details) == (2, "")
 
 
+@pytest.mark.parametrize(
+    ("override", "character"),
+    [
+        ("seed=3\n", r"\n"), ("name=a\n;b", r"\n"), ("seed=3\r", r"\r"), ("seed=3\r\n", r"\r"),
+        ("name=\u2028", r"\u2028"), ("na;me=1", ";"), ("name=a b;", ";"), ("name=a;b;", ";"),
+    ],
+)  # fmt: skip
+def test_the_character_in_the_way_is_named_in_lines_too(override: str, character: str):
+    with pytest.raises(HydraException) as caught:
+        OverridesParser.create().parse_overrides([override])
+    assert f"'{character}' needs quotes around the value" in failure_of(caught.value).message
+
+
+@given(st.text("=a1;,'\"\\\n\r\t\u2028 ^{}[]()$:#ü", max_size=12), st.sampled_from(["", "seed=", "name='a"]))
+@settings(max_examples=200, deadline=None)
+def test_no_override_is_too_odd_for_a_sentence(text: str, before: str):
+    try:
+        OverridesParser.create().parse_overrides([before + text])
+    except OverrideParseException as error:
+        assert failure_of(error).message.startswith(f"cannot read {before + text!r}: ")
+
+
 def test_keys_of_the_sweeper_may_be_given_together():
     check_choices(["hydra.sweeper={max_batch_size: 2}"])
 
@@ -133,6 +157,8 @@ def test_a_path_of_any_characters_needs_no_quotes_of_hydras(path: str, key: str)
     [
         "dataset.path=null", "dataset.path=a/b,c", "dataset.path='a,b'", "dataset.path=${oc.env:HOME}/ü",
         "dataset.path=choice(a,b)", "dataset.path=", "resume=auto", "~dataset.path", "name=ü", "optim.lr=1",
+        "dataset.path=/a,'/b(1)'", "resume=runs/a,'runs/b=c,d'", 'dataset.path=/a,"/b,c"', "dataset.path=/a, '/ü'",
+        "dataset.path=range(1,3)", "dataset.path=tag(a,choice(x,y))", "dataset.path=[/ü]", "dataset.path={a:1}",
     ],
 )  # fmt: skip
 def test_other_words_stay_as_they_are(word: str):
@@ -143,3 +169,5 @@ def test_paths_of_a_sweep_are_quoted_one_by_one():
     (word,) = with_option_names(["dataset.path=~/a,/ü/b"])
     assert list(OverridesParser.create().parse_override(word).sweep_string_iterator()) == ["'~/a'", "'/ü/b'"]
     assert word == "dataset.path='~/a','/ü/b'"
+    assert with_option_names([word]) == [word]
+    assert with_option_names(["resume='a,b',/c(1),d"]) == ["resume='a,b','/c(1)',d"]
