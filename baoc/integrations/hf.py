@@ -44,12 +44,14 @@ def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool =
             AdamW.
         InfeasibleBudgetError: With `auto_batch`, no way to run a step fits.
     """
-    if trainer.optimizer is not None:
+    has_budget = any(isinstance(callback, BudgetCallback) for callback in trainer.callback_handler.callbacks)
+    built_here = has_budget and "create_optimizer" in vars(trainer)  # after `train`, by an earlier call
+    if trainer.optimizer is not None and not built_here:
         raise BadInputError(
             f"the Trainer has an optimizer already ({type(trainer.optimizer).__name__}): leave optimizers= out, or "
             "give optimizers=(make_optimizer(model, arguments, budget=...), None) in place of with_budget"
         )
-    if any(isinstance(callback, BudgetCallback) for callback in trainer.callback_handler.callbacks):
+    if has_budget:
         raise BadInputError("the Trainer has a budget already: call with_budget once, with the budget that counts")
     if auto_batch:
         shared = ("recipe", "settings", "pretrained")

@@ -41,6 +41,10 @@ class NonFiniteFilter:
             ask each other.
     """
 
+    # Of the class, because optimizers that were pickled by earlier versions have none.
+    _last_attempt = -1  # number of the step, skipped ones included, that `last_nonfinite` is of
+    _num_in_a_row = 0  # steps with non-finite elements, up to that one
+
     def __init__(self, policy: str):
         if policy not in POLICIES:
             raise unknown_name(policy, what="policy for non-finite gradients", allowed=POLICIES)
@@ -51,8 +55,6 @@ class NonFiniteFilter:
         self._masks: dict[Tensor, Tensor] = {}  # parameter -> bool mask, True where finite
         self._checked_grads: dict[Tensor, TensorWeakRef] = {}  # parameter -> the gradient that was checked
         self._backends_found_some = False  # in the present gradients
-        self._last_attempt = -1  # number of the step, skipped ones included, that `last_nonfinite` is of
-        self._num_in_a_row = 0  # steps with non-finite elements, up to that one
         self._pending_error = ""  # message of policy `raise`, until all processes have voted
         self.vote: Callable[[bool], bool] = bool
 

@@ -287,7 +287,8 @@ class BlockwiseOptimizer(Optimizer):
     def _check_params(self) -> None:
         """Adds parameters that were frozen and have a gradient now. Raises BadInputError if some were replaced."""
         registry = self.registry
-        if len(self.state) < len(registry.state) or self.state is not registry.torch_state:
+        replaced = len(self.state) < len(registry.state) or self.state is not registry.torch_state
+        if replaced or any([type(state) is dict and not state for state in self.state.values()]):
             registry.restart_absent(self.state)
             self._update_unseeded()
         try:  # lists compare by identity first, which is fast; comparing two distinct tensors may raise

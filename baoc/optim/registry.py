@@ -208,8 +208,8 @@ class BlockRegistry:
 
     def set_state(self, slot: Slot, state: State) -> None:
         others = self.entries_of_others(slot)
-        self.state[slot.param] = state
-        self.torch_state[slot.group_param] = shown = {} if slot.on_host else state
+        self.state[slot.param] = state = state if isinstance(state, LiveState) else LiveState(state)
+        self.torch_state[slot.group_param] = shown = LiveState() if slot.on_host else state
         shown.update(others)
 
     def entries_of_others(self, slot: Slot) -> dict[str, Any]:
@@ -225,11 +225,19 @@ class BlockRegistry:
             shown[key] = value.detach().to(slot.param.device, copy=True) if isinstance(value, Tensor) else value
 
     def restart_absent(self, torch_state: dict[Tensor, State]) -> None:
-        """Starts the states afresh that were taken out of `Optimizer.state`, or of which a new one has none."""
+        """Starts the states afresh that were taken out of `Optimizer.state` or replaced by {}, or of which a new one
+        has none."""
+
+        def is_absent(slot: Slot) -> bool:
+            state = torch_state.get(slot.group_param)
+            return not state and not isinstance(state, LiveState)
+
+        by_block = [(live, [slot for slot in live.slots if is_absent(slot)]) for live in self.live.values()]
+        if self.torch_state is torch_state and not any(absent for _, absent in by_block):
+            return
         self.synchronize()
         self.torch_state, restarted = torch_state, []
-        for live in self.live.values():
-            absent = [slot for slot in live.slots if slot.group_param not in torch_state]
+        for live, absent in by_block:
             for slot in absent:
                 state = self.state[slot.param]
                 for key in slot.keys:

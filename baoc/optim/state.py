@@ -29,13 +29,19 @@ from baoc.types.specs import NUM_ROW_PARTS
 State = dict[str, Tensor]
 
 
+class AbsentStateError(BadInputError, KeyError):
+    """A KeyError too, for code that tries whether a state is there."""
+
+    __str__ = Exception.__str__  # KeyError's has quotes around the sentence
+
+
 class LiveState(State):
     """A parameter's state as `Optimizer.state` has it, with a sentence for who looks for AdamW's in it."""
 
     def __missing__(self, key: str) -> Tensor:
         if key not in ("exp_avg", "exp_avg_sq"):
             raise KeyError(key)
-        raise BadInputError(
+        raise AbsentStateError(
             f"optimizer.state has no {key}: the spec of this parameter keeps {', '.join(self) or 'no state'}. "
             "to_adamw_state_dict() gives exp_avg and exp_avg_sq where they are kept; delete a parameter's entry of "
             "optimizer.state to start its state afresh, and build another optimizer where a parameter is replaced"

@@ -41,7 +41,7 @@ class Narrator:
         self.by_rank: tuple[int, ...] = ()
         self.layers_summary = ""  # see Session
         self.num_moves = 0  # that were accepted
-        self._stepped = self._begun = self._told = False
+        self._stepped = self._begun = False
         self._pid = os.getpid()
         reallocator.optimizer.after_step.append(self._count)
         reallocator.listeners.append(self._moved)
@@ -166,11 +166,11 @@ class Narrator:
             say(f"{self.name}: resumed after step {self.reallocator.step}; {self.plan!r}")
 
     def conclude(self) -> None:
-        """Reports the verdict, once, if there were steps."""
+        """Reports the verdict, if there were steps since it was last reported."""
         steps = self.reallocator.step
-        if self._told or not self._stepped or os.getpid() != self._pid:
+        if not self._stepped or os.getpid() != self._pid:
             return
-        self._told = True
+        self._stepped = False
         if self.verbose:
             moves = self.num_moves
             moved = "no reallocation" if not moves else f"{moves} reallocation{'' if moves == 1 else 's'}"

@@ -66,19 +66,25 @@ def test_a_trainer_trains_as_with_its_own_adamw_where_no_budget_binds(tmp_path):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
 
-def test_a_second_train_goes_on_as_with_the_trainers_own_adamw(tmp_path):
+def test_a_second_train_goes_on_as_with_the_trainers_own_adamw(tmp_path, capsys):
     ends = []
     for budget in (None, "unlimited"):
         trainer = trained(tmp_path / str(budget), budget=budget, settings=PRIOR)
         optimizer = trainer.optimizer
+        capsys.readouterr()
         trainer.train()
         assert trainer.optimizer is optimizer
+        assert capsys.readouterr().out.count("BaocOptimizer: 12 steps, ") == (budget is not None)
+        assert sum("memory/state_gib" in entry for entry in trainer.state.log_history[-2:]) == (budget is not None)
         ends.append([param.detach() for param in trainer.model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*ends, strict=True))
 
 
 def test_a_second_budget_is_refused(tmp_path):
     trainer = with_budget(Trainer(classifier(), arguments(tmp_path), train_dataset=sentences()), budget="state_25")
+    with pytest.raises(BadInputError, match="has a budget already: call with_budget once"):
+        with_budget(trainer, budget="state_10")
+    trainer.train()
     with pytest.raises(BadInputError, match="has a budget already: call with_budget once"):
         with_budget(trainer, budget="state_10")
 

@@ -1,5 +1,6 @@
 """NaN, infinity and too large gradients: excluded elements keep their weight and states, and no one else sees them."""
 
+import copy
 import logging
 
 import pytest
@@ -338,6 +339,18 @@ def test_a_coordinate_without_gradient_does_not_move(spec: str) -> None:
         optimizer.step()
     assert torch.equal(weight.detach()[:, 7], before[:, 7]) and torch.equal(weight.detach()[3], before[3])
     assert (weight.detach()[0, :7] != before[0, :7]).any()
+
+
+def test_an_optimizer_that_an_earlier_version_pickled_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    params, optimizer, _ = trained(MATRICES, "adamw", lr=1e-2, weight_decay=0.1, steps=2)
+    attributes = vars(optimizer.finite_check)
+    for name in set(attributes) & {"_last_attempt", "_num_in_a_row"}:  # that version did not have them
+        del attributes[name]
+    params, optimizer = copy.deepcopy((params, optimizer))
+    for param in params.values():
+        param.grad = torch.full_like(param, torch.nan)
+    optimizer.step()
+    assert "policy: skip_element" in caplog.text
 
 
 def test_processes_decide_together() -> None:

@@ -261,7 +261,21 @@ def of_some(optimizer: Any, before: Any) -> None:
         del optimizer.state[param]
 
 
-@pytest.mark.parametrize("way", [by_clearing, by_a_new_state, by_setstate, by_loading, of_some])
+def by_empty_ones(optimizer: Any, before: Any) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param] = {}
+
+
+def of_some_by_empty_ones(optimizer: Any, before: Any) -> None:
+    first, second = optimizer.param_groups[0]["params"][2:4]
+    optimizer.state[first] = {}
+    del optimizer.state[second]
+    assert not optimizer.state[second]  # a defaultdict's read makes one
+
+
+@pytest.mark.parametrize(
+    "way", [by_clearing, by_a_new_state, by_setstate, by_loading, of_some, by_empty_ones, of_some_by_empty_ones]
+)
 def test_states_start_afresh_as_those_of_torch_do(way: Callable[[Any, Any], None]):
     """Dead units that are revived, agents that begin anew, Reptile: all reset AdamW by its `state`."""
     ended = []
@@ -278,7 +292,7 @@ def test_states_start_afresh_as_those_of_torch_do(way: Callable[[Any, Any], None
     torch.testing.assert_close(*ended, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("way", [by_clearing, by_a_new_state, by_setstate, by_loading])
+@pytest.mark.parametrize("way", [by_clearing, by_a_new_state, by_setstate, by_loading, by_empty_ones])
 def test_states_of_every_spec_start_afresh(way: Callable[[Any, Any], None]):
     torch.manual_seed(0)
     model = Deep()
@@ -306,6 +320,8 @@ def test_moments_of_adamw_are_told_where_they_are():
     assert state.get("exp_avg") is None and "exp_avg" not in state
     with pytest.raises(BadInputError, match=r"has no exp_avg: .* keeps .*\. to_adamw_state_dict\(\) gives exp_avg"):
         state["exp_avg"]
+    with pytest.raises(KeyError):  # which code may try for
+        state["exp_avg_sq"]
     with pytest.raises(KeyError, match="momentum_buffer"):
         state["momentum_buffer"]
 
