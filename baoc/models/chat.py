@@ -42,16 +42,23 @@ class ChatTokenizer:
         `output`. Raises BadInputError, which names `where`."""
         if (messages := _messages_in(sample)) is not None:
             return self._of_messages(messages, where=where)
-        prompt, completion = sample.get("prompt"), sample.get("completion")
-        if "instruction" in sample and "output" in sample:  # Alpaca's form
-            parts = [sample["instruction"], sample.get("input") or ""]
-            prompt, completion = "\n\n".join(filter(None, map(str, parts))), sample["output"]
-        if not isinstance(prompt, str) or not isinstance(completion, str):
+        has_both = "prompt" in sample and "completion" in sample
+        names = ("prompt", "completion") if has_both else ("instruction", "output")  # the latter is Alpaca's form
+        if not all(name in sample for name in names):
             raise BadInputError(
                 f"{where} has neither `messages` (or `conversations`) nor the texts `prompt` and `completion` (or "
                 f"`instruction` and `output`), but {', '.join(sample) or 'nothing'}: rename what is there, or leave it "
                 "out"
             )
+        texts = {name: sample[name] for name in names}
+        if not has_both and sample.get("input") is not None:
+            texts["input"] = sample["input"]
+        for name, text in texts.items():
+            if not isinstance(text, str):
+                raise BadInputError(f"{where}: `{name}` must be text, not {text!r} (JSON's null is None)")
+        prompt, completion = texts[names[0]], texts[names[1]]
+        if more := texts.get("input"):
+            prompt = "\n\n".join(filter(None, [prompt, more]))
         if self._library.chat_template:
             turns = [{"role": "user", "content": prompt}, {"role": ANSWER_ROLE, "content": completion}]
             return self._of_messages(turns, where=where)

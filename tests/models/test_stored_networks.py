@@ -112,11 +112,13 @@ def test_only_the_answers_of_a_conversation_are_learned(stored):
     [
         {"prompt": "ab", "completion": "cde"},
         {"instruction": "ab", "input": "", "output": "cde"},
+        {"instruction": "ab", "input": None, "output": "cde"},
+        {"prompt": "ab", "completion": "cde", "instruction": "d", "output": "a"},
         {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cde"}]},
         {"conversations": CHAT, "id": 3},
         {"prompt": CHAT[:1], "completion": CHAT[1:]},
     ],
-    ids=["texts", "Alpaca", "ShareGPT", "conversations", "TRL"],
+    ids=["texts", "Alpaca", "null", "texts first", "ShareGPT", "conversations", "TRL"],
 )
 def test_every_usual_form_of_a_conversation_is_read_alike(sample, stored):
     library = ChatTokenizer(str(stored / "llama"))
@@ -141,8 +143,14 @@ def test_without_a_template_prompt_and_completion_are_joined(tmp_path):
         ('{"conversations": [{"from": "human", "value": "a"}]}', "has no message of the role assistant"),
         ('{"conversations": [{"from": "gpt", "text": "a"}]}', "the `content` of message 0 must be text, not None"),
         ('{"conversations": "a"}', "`messages` must be a list of"),
-        ('{"prompt": "a", "completion": ["b"]}', "nor the texts `prompt` and `completion`"),
-        ('{"instruction": "a", "output": null}', "nor the texts .* but instruction, output"),
+        ('{"prompt": "a", "completion": ["b"]}', r"`completion` must be text, not \['b'\]"),
+        ('{"prompt": null, "completion": "a"}', "`prompt` must be text, not None .JSON's null is None."),
+        ('{"prompt": "a", "output": "b"}', "nor the texts .* but prompt, output: rename"),
+        ('{"instruction": "a", "output": null}', "line 2: `output` must be text, not None .JSON's null is None."),
+        ('{"instruction": null, "output": "a"}', "line 2: `instruction` must be text, not None"),
+        ('{"instruction": ["a"], "output": "a"}', r"`instruction` must be text, not \['a'\]"),
+        ('{"instruction": "a", "input": {"b": 1}, "output": "a"}', "`input` must be text, not {'b': 1}"),
+        ('{"instruction": "a", "input": [], "output": "a"}', r"`input` must be text, not \[\]"),
         ('{"messages": "a"}', "`messages` must be a list of"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "has no message of the role assistant"),
         ('{"messages": [{"role": "assistant", "content": null}]}', "the `content` of message 0 must be text, not None"),
