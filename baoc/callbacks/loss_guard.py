@@ -61,7 +61,7 @@ class LossGuard(L.Callback):
         if self.num_consecutive >= self.patience:
             more = f", as was that of the {before} steps before it" if before else ""
             raise DivergedError(f"{what}{more} (faults.patience): {REMEDY}")
-        self.say(f"{what}: the step changes nothing (number {self.num_nonfinite} of this run)")
+        self.say(f"{what}: the step leaves out what has no finite gradient (number {self.num_nonfinite} of this run)")
 
     def _loss_kind(self) -> float:
         """Index in KINDS of the step's first non-finite loss; 0 if all are finite."""
