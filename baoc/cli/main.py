@@ -110,10 +110,9 @@ def _finish(code: int) -> int:
     """Reports the frontier of a multirun. Returns the command's exit code, else that of its first failed job, else that
     of a frontier that cannot be written."""
     sweep_dir, frontier_code = jobs.STATE.sweep_dir, 0
-    if sweep_dir is None:
+    # A folder that could not be made or is gone tells nothing; `Path.is_dir` raises for a name that is too long.
+    if sweep_dir is None or not os.path.isdir(sweep_dir):
         failures = jobs.STATE.failures
-    elif not os.path.isdir(sweep_dir):  # could not be made; `Path.is_dir` raises for a name that is too long
-        failures = []
     else:
         is_study = (sweep_dir / "study.lock").exists()
         failures = [] if is_study else jobs.read_failures(sweep_dir)  # a study has reported its failures itself

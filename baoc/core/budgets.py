@@ -4,6 +4,7 @@ A budget is a preset's name, a size (`7.5gb`), a state fraction (`state_25`, any
 a fraction of fp32 AdamW's state), a mapping of limits, or a Budget.
 """
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from baoc.errors import BadInputError
 from baoc.types import Budget
 from baoc.units import GIB, KIB, MIB, is_size, parse_size
 
+log = logging.getLogger(__name__)
 AUTO = "auto"  # the device's free memory; no limit until `resolve_auto` gets it
 UNLIMITED = "unlimited"
 
@@ -52,7 +54,7 @@ def parse_budget(spelling: str | int | float | Budget | Mapping[str, Any]) -> Bu
     if isinstance(spelling, Budget):
         return _checked(spelling)
     if isinstance(spelling, str):
-        return _parse_text(spelling)
+        return _warned(_parse_text(spelling), spelling=spelling)
     if isinstance(spelling, bool):
         raise _refusal(spelling)
     if isinstance(spelling, Integral):  # numpy's too
@@ -72,6 +74,17 @@ def spellings() -> str:
     """The spellings of `budget=` in one line, for messages and help."""
     sizes = "a size such as 7.5gb or 300mb, whole bytes"
     return f"a preset ({', '.join(PRESETS)}), {sizes}, or state_N for N % of AdamW's state"
+
+
+def _warned(budget: Budget, *, spelling: str) -> Budget:
+    """Warns of a percentage below 1, which may be meant as a share."""
+    match = _STATE.fullmatch(spelling.strip().lower())
+    if match and float(match.group(1)) < 1:
+        share = float(match.group(1))
+        log.warning(
+            "budget=%s allows %g %% of AdamW's state: a share of %g is %s", spelling, share, share, _state_name(share)
+        )
+    return budget
 
 
 def _parse_text(text: str) -> Budget:

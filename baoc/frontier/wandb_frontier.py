@@ -33,6 +33,7 @@ def log_frontier(folder: Path, built: SweepFrontier) -> bool:
         job_type=JOB_TYPE,
         tags=(JOB_TYPE, *sorted({frontier.points[0].task for frontier in built.frontiers if frontier.points})),
         say=say,
+        kept="frontier.csv and frontier.html hold what it has",
     )
     if logger is None:
         return False

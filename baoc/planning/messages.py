@@ -190,7 +190,7 @@ def too_small(
         )
     unit = "of device memory" if memory else "of optimizer state"
     percent = ceil(1e4 * least_bytes / max(planner.state_bytes_adamw, 1)) / 100
-    fraction = "" if memory else f" (budget=state_{percent:g})"
+    fraction = "" if memory or percent > 100 else f" (budget=state_{percent:g})"
     context = footprint.context_bytes if footprint is not None and memory else 0
     context_text = f"; the CUDA context alone takes {format_bytes(context)}" if context else ""
     return InfeasibleBudgetError(

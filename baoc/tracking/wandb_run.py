@@ -26,6 +26,7 @@ CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 60.0  # data that is not uploaded by then stays in the run folder for `wandb sync`
 PUBLIC_HOST = "api.wandb.ai"
+KEPT = "metrics.jsonl holds every step"
 _USED_IDS: set[str] = set()  # values of WANDB_RUN_ID that a run of this process has
 
 
@@ -42,12 +43,13 @@ class WandbRunLogger(WandbLogger):
         run_dir: Path,
         say: Callable[[str], None] = print,
         offline_folder: Path | None = None,
+        kept: str = KEPT,
     ):
-        """`offline_folder`: where an offline run is kept until it is uploaded."""
+        """`offline_folder`: where an offline run is kept until it is uploaded. `kept`: what else holds its values."""
         super().__init__(experiment=run, project=project, save_dir=run_dir)
         self._offline_folder = offline_folder
         self.closed = self._guarding = self._media_refused = False
-        self._say = say
+        self._say, self._kept = say, kept
         self._guard(lambda: run.define_metric("trainer/global_step", hidden=True))
         self._guard(lambda: run.define_metric("*", step_metric="trainer/global_step", step_sync=True))
 
@@ -79,7 +81,7 @@ class WandbRunLogger(WandbLogger):
         self._guard(lambda: self.experiment.finish(exit_code=exit_code))
         folder = self._offline_folder
         if not self.closed and folder is not None and not any(folder.glob("*.wandb")):  # wandb itself does not notice
-            self._say(f"W&B: lost ({folder} was removed or moved during the run); metrics.jsonl holds every step")
+            self._say(f"W&B: lost ({folder} was removed or moved during the run); {self._kept}")
         self.closed = True
 
     def _guard(self, call: Callable[..., Any], *args: Any, media: str | None = None, **kwargs: Any) -> None:
@@ -100,7 +102,7 @@ class WandbRunLogger(WandbLogger):
                 self._say(f"W&B: {media}, and tables and pictures after it, are left out ({_describe(error)})")
                 return
             self.closed = True
-            self._say(f"W&B: lost ({_describe(error)}); the run goes on without it, metrics.jsonl holds every step")
+            self._say(f"W&B: lost ({_describe(error)}); the run goes on without it, {self._kept}")
             close_wandb(self.experiment)
         finally:
             self._guarding = False
@@ -112,8 +114,8 @@ def _describe(error: Exception) -> str:
     return f"{kind}: {' '.join(' '.join(lines).split())[:160] or 'no reason given'}"
 
 
-def _left_out(error: Exception) -> str:
-    return f"W&B: left out ({_describe(error)}); metrics.jsonl holds every step"
+def _left_out(error: Exception, *, kept: str) -> str:
+    return f"W&B: left out ({_describe(error)}); {kept}"
 
 
 def close_wandb(run: Any = None) -> None:
@@ -146,6 +148,7 @@ def open_run(
     job_type: str | None,
     tags: Sequence[str],
     say: Callable[[str], None],
+    kept: str = KEPT,
 ) -> WandbRunLogger | None:
     """Opens the run of one job and prints its address; None if W&B is disabled or cannot start."""
     try:
@@ -153,7 +156,7 @@ def open_run(
     except BadInputError:
         raise
     except Exception as error:  # W&B's own settings or its address in the environment, which it does not take
-        say(_left_out(error))
+        say(_left_out(error, kept=kept))
         return None
     if mode == "disabled":
         return None
@@ -185,7 +188,7 @@ def open_run(
             break
         except Exception as error:  # a bad key, no network or a failing server must not stop a training run
             if tries == ["offline"]:
-                say(_left_out(error))
+                say(_left_out(error, kept=kept))
                 return None
             if tries.pop(0) == "online":
                 why = _describe(error)
@@ -196,7 +199,7 @@ def open_run(
         say(f"W&B: online, {run.url}")
     else:
         say(f"W&B: offline ({why}); upload it later with: wandb sync {folder}")
-    return WandbRunLogger(run, project=project, run_dir=run_dir, say=say, offline_folder=folder)
+    return WandbRunLogger(run, project=project, run_dir=run_dir, say=say, offline_folder=folder, kept=kept)
 
 
 def choose_run_id() -> str | None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -206,6 +207,16 @@ def test_jobs_of_a_multirun_do_not_disturb_each_other(training, frontiers, tmp_p
     assert "--- run 3: budget=state_25 seed=3" in shown.out
     assert commands[3] == "python run.py budget=state_25 seed=3"
     assert [path.resolve() for path in frontiers] == [sweep_dir.resolve()]
+
+
+def test_failures_are_not_forgotten_where_the_folder_of_a_multirun_is_gone(training, tmp_path: Path):
+    def fails(config: RunConfig, run_dir: Path, command: str) -> None:
+        if config.seed == 2:
+            raise TrainingFailedError("loss is nan")
+        shutil.rmtree(run_dir.parent)
+
+    training(fails)
+    assert main(["-m", "seed=2,1"]) == 5
 
 
 @pytest.mark.parametrize(

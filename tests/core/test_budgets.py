@@ -58,6 +58,22 @@ def test_state_fraction_in_every_spelling(spelling, name: str, fraction: float):
     assert (budget.name, budget.state_fraction, budget.kind) == (name, fraction, "state_fraction")
 
 
+@pytest.mark.parametrize(
+    ("spelling", "said"),
+    [
+        ("state_0.25", "budget=state_0.25 allows 0.25 % of AdamW's state: a share of 0.25 is state_25"),
+        (" STATE_0.125", "allows 0.125 % of AdamW's state: a share of 0.125 is state_12.5"),
+        ("state_1", ""),
+        ("state_12.5", ""),
+        ("0.25", ""),
+        (0.0025, ""),
+    ],
+)
+def test_a_percentage_that_looks_like_a_share_is_told(spelling, said: str, caplog: pytest.LogCaptureFixture):
+    assert parse_budget(spelling).kind == "state_fraction"
+    assert said in caplog.text and bool(said) == bool(caplog.text)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_taken_by_name_and_by_itself(name: str):
     assert parse_budget(name) == parse_budget(name.upper()) == parse_budget(PRESETS[name]) == PRESETS[name]

@@ -38,6 +38,19 @@ def test_a_frontier_is_a_run_in_the_group_of_its_study(tmp_path: Path, monkeypat
     assert f"frontier/{name}_hypervolume_doublings" in summaries, "what it is measured in is in its name"
 
 
+def test_a_frontier_that_wandb_loses_is_told_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refused(**_: object) -> None:
+        raise ConnectionResetError("gone")
+
+    monkeypatch.setattr("wandb.init", refused)
+    logged(tmp_path, ["jsonl", "wandb"])
+    assert not log_frontier(tmp_path, write_frontier(tmp_path, show=False))
+    told = " ".join(capsys.readouterr().out.split())
+    assert "left out (ConnectionResetError: gone); frontier.csv and frontier.html hold what it has" in told
+
+
 def test_without_wandb_there_is_no_frontier_run(tmp_path: Path):
     logged(tmp_path, ["jsonl"])
     assert not log_frontier(tmp_path, write_frontier(tmp_path, show=False))
