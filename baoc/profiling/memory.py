@@ -201,7 +201,7 @@ def cap_suspended(device: torch.device | str) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
+        _set_fraction(device, before)
 
 
 def clear_cache(device: torch.device | str) -> None:

@@ -27,6 +27,7 @@ from baoc.config.options import hash_own_code
 from baoc.config.schema import RunConfig
 from baoc.parallel import ranks
 from baoc.profiling.caller_probe import shapes_of
+from baoc.profiling.footprint import PAGES_BYTES
 from baoc.profiling.latency import source_hash, timing_key
 from baoc.types import Budget, Footprint, LatencyTable, Option, ParamInfo, read_plain, to_plain
 
@@ -61,17 +62,30 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Least:
-    """The least memory budget that a refusal named: later runs are refused below it, and fit from it on.
+    """The least memory budget that a refusal named: later runs of this step are refused below it, and fit from it on.
 
     Another process measures the same step up to a few of the allocator's pages larger or smaller. `footprint` was
     measured within the named budget, with `recomputed` layers. `entry`: the decision within it, with the options that
-    were refused; None where none were searched.
+    were refused; None where none were searched. Nothing is kept of a loop whose module is not known, of one after
+    something was compiled in its process, and of several ranks.
     """
 
     num_bytes: int
     footprint: Footprint
     recomputed: int
     entry: Entry | None = None
+
+    def is_of(self, measured: Footprint) -> bool:
+        """True if a footprint of this process is of the same step, a page of each size more or less.
+
+        What was named counts for no other step, and no key holds all that a step does: a helper's code, a flag of the
+        network. Processes that measured the same step were 17.5 MB apart at most.
+        """
+        now, then = (
+            replace(footprint, profile_bytes=0, profile_temporary_bytes=0).peak_bytes(state_bytes=0)
+            for footprint in (measured, self.footprint)
+        )
+        return abs(now - then) <= PAGES_BYTES // 2
 
 
 _Stored = TypeVar("_Stored", Entry, Least)
@@ -97,7 +111,8 @@ def least_key_of_step(
         "config": [repr(settings), to_plain(replace(budget, name="", memory_bytes=None))],
         "code": _code_of_layers(network),
         "batches": inputs,
-        "network": json_sha256(repr(network), repr(infos)),
+        "network": [_hash_of(network), json_sha256(repr(infos), [layer.training for layer in network.modules()])],
+        "autocast": [torch.is_autocast_enabled(device.type), str(torch.get_autocast_dtype(device.type))],
         "least": True,
         **_surroundings(device),
     }
@@ -111,17 +126,21 @@ def key_of(
     settings = to_plain(config)
     settings = {key: value for key, value in settings.items() if key not in _RUN}
     settings["trainer"] = {key: value for key, value in settings["trainer"].items() if key not in _TRAINER}
-    tensors = [*network.named_parameters(), *network.named_buffers()]
     return {
         "config": settings | {"budget": to_plain(replace(budget, name=""))},
         "code": hash_own_code(config) | _code_of_layers(network),
         "batches": [shapes_of(batch) for batch in batches],
-        "network": json_sha256(
-            [type(network).__module__, type(network).__qualname__, repr(network)],
-            [[name, *shapes_of(tensor), tensor.requires_grad] for name, tensor in tensors],
-        ),
+        "network": _hash_of(network),
         **_surroundings(device),
     }
+
+
+def _hash_of(network: nn.Module) -> str:
+    tensors = [*network.named_parameters(), *network.named_buffers()]
+    return json_sha256(
+        [type(network).__module__, type(network).__qualname__, repr(network)],
+        [[name, *shapes_of(tensor), tensor.requires_grad] for name, tensor in tensors],
+    )
 
 
 def _surroundings(device: torch.device) -> dict[str, Any]:
@@ -155,7 +174,7 @@ def _code_of_layers(network: nn.Module) -> dict[str, str]:
     others = {name: Path(file) for name, file in files.items() if file and name.split(".")[0] not in ("torch", "baoc")}
     code = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in others.items() if file.is_file()}
     for kind in kinds:
-        with suppress(OSError, TypeError):  # typed at a prompt
+        with suppress(OSError, TypeError, SyntaxError):  # typed at a prompt, or edited since
             code |= {kind.__qualname__: json_sha256(inspect.getsource(kind))} if kind.__module__ == "__main__" else {}
     return code
 

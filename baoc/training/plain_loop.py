@@ -47,6 +47,7 @@ from baoc.training.session import (
     Session,
     SessionSettings,
     bf16_weight_specs,
+    confirms,
     largest_shards,
     make_profiler,
     refuse_sharded,
@@ -168,7 +169,8 @@ class BaocOptimizer(BlockwiseOptimizer):
                 session.assume()
             else:
                 source = module if module is not None else [param for _, param in pairs]
-                measure_and_plan(session, CallerProbe(probe, source=source, averaged=averaged))
+                looks = confirms(device)
+                measure_and_plan(session, CallerProbe(probe, source=source, averaged=averaged, looks=looks))
             from_host = needs_room(session.plan, footprint=session.planner.footprint)
             if from_host:
                 move_to_host(session.bf16_params)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -106,7 +106,11 @@ class Measurer(Protocol):
 
     accumulation: int  # micro-batches of a step
     upkeep_bytes: int  # per element that a step moves beside what `rest_seconds` times
-    inputs: Any  # what a step runs on, as plain values; None if that is not known
+
+    @property
+    def inputs(self) -> Any:
+        """What a step runs on, as plain values, once it was measured; None if that is not known."""
+        ...
 
     def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
         """Bytes of a step without optimizer state. `released`: the parameters of each block under gradient release."""
@@ -207,9 +211,11 @@ class Session:
             BadInputError: The host lacks the memory of a plan, or the device has no room to time a step.
         """
 
+        key = cache(partial(self._least_key, measurer))  # of one measurement, as hashing a network takes .04 s
         plan_once = partial(
             self._plan_once,
             measurer,
+            key=key,
             latency=latency,
             record_latency=record_latency,
             host_steps_overlap_backward=host_steps_overlap_backward,
@@ -232,22 +238,32 @@ class Session:
             if exact or not needs_confirmation(self.device, error):
                 raise
             refusal = error.without_frames()
-        raise self.confirm_refusal(refusal, replan=replan, key=self._least_key(measurer))
+        raise self.confirm_refusal(refusal, replan=replan, key=key())
 
     def _least_key(self, measurer: Measurer) -> dict[str, Any] | None:
         """What the least budget of a refusal rests on; None if it is not confirmed, or if the step is not known."""
         module = self.module
-        if measurer.inputs is None or module is None or self.budget.memory_bytes is None or not confirms(self.device):
+        if module is None or self.budget.memory_bytes is None or not confirms(self.device):
+            return None
+        if (inputs := measurer.inputs) is None:
             return None
         common = {"infos": self.infos, "settings": self.settings, "budget": self.budget, "device": self.device}
-        return least_key_of_step(measurer.inputs, network=module, **common)
+        return least_key_of_step(inputs, network=module, **common)
+
+    def _named_before(self, key: Mapping[str, Any] | None, measured: Sequence[Footprint]) -> Least | None:
+        """What an earlier process named of this very step, of which these footprints are; None if there is nothing."""
+        least = load_least(key) if key is not None else None
+        if least is None or least.recomputed != self._num_recomputed() or not any(map(least.is_of, measured)):
+            return None
+        return least
 
     def confirm_refusal(
         self, refusal: InfeasibleBudgetError, *, replan: Callable[[], None], key: Mapping[str, Any] | None = None
     ) -> InfeasibleBudgetError:
         """Returns the refusal with a least budget that was planned for, by `replan` under larger budgets.
 
-        With a `key` it is kept for later processes; what an earlier one named is named again if it is enough still.
+        With a `key` it is kept for later processes. What an earlier one named is named again if it is enough still, for
+        the same step.
         Afterwards `plan` and `planner` belong to one of these budgets and must not be used.
         """
         budget, least = self.budget, None
@@ -269,13 +285,13 @@ class Session:
         if known is not None and known.num_bytes > refusal.budget_bytes:
             with suppress(InfeasibleBudgetError, BadInputError, torch.OutOfMemoryError):
                 plan_at(known.num_bytes)
-                least = known.num_bytes
+                again = self._named_before(key, [planned[known.num_bytes].footprint])
+                least = None if again is None else again.num_bytes
         if least is None:
             page_start = partial(least_budget_with_same_pages, self.device)
             least = least_confirmed_bytes(refusal, plan_at=plan_at, page_start=page_start)
-            # A card that others had filled tells nothing about the step.
-            if key is not None and least is not None and free_bytes(self.device) >= least:
-                store_decision(key, planned[least])
+            if key is not None and least is not None:
+                keep_least(key, planned[least], device=self.device)
         self.budget = budget
         if self.settings.checkpointing == "auto" and self.module is not None:
             self.recompute(0)  # as the module was, for whoever catches the refusal
@@ -413,8 +429,9 @@ class Session:
         host_steps_overlap_backward: bool,
         weights_on_host: bool,
         known_footprint: Footprint | None,
+        key: Callable[[], Mapping[str, Any] | None],
     ) -> None:
-        """Measures and plans with the layers as they are. Arguments and errors: see `measure`."""
+        """Measures and plans with the layers as they are. Arguments and errors: see `measure`; `key`: of `Least`."""
         self.profiler = None  # else a measurement of another budget would have the former plan's buffers beside it
         params_to_cast = {} if weights_on_host else self.bf16_params  # weights on the host arrive in bf16
         always_bf16 = weights_on_host or all_specs_use_bf16_weights(self.settings.planner)
@@ -443,23 +460,24 @@ class Session:
                 return False
             return True
 
-        fits = is_planned(self.with_context(footprint))
+        footprint = nearest = self.with_context(footprint)
+        fits = is_planned(footprint)
         if not fits and self.bf16_params and not in_bf16:
             clear_cache(self.device)
-            in_bf16_footprint, _ = self._measure_footprint(measurer, params_to_cast=self.bf16_params, try_native=False)
-            fits = is_planned(in_bf16_footprint)
-        key, allowed = self._least_key(measurer), self.budget.memory_bytes or 0
-        least = load_least(key) if key is not None else None
-        least = None if least is None or least.recomputed != self._num_recomputed() else least
-        if known_footprint is None and least is not None and allowed >= least.num_bytes:
-            known_footprint = least.footprint
+            nearest, _ = self._measure_footprint(measurer, params_to_cast=self.bf16_params, try_native=False)
+            fits = is_planned(nearest)
+        least = self._named_before(key(), [footprint, nearest]) if known_footprint is None else None
+        allowed = self.budget.memory_bytes or 0
+        if least is not None:
+            if fits and allowed < least.num_bytes:
+                raise too_small(self.planner, allowed_bytes=allowed, least_bytes=least.num_bytes)
+            if allowed >= least.num_bytes:
+                footprint = known_footprint = least.footprint
         if not fits and known_footprint is not None:
             clear_cache(self.device)
             fits = is_planned(self.known_or_measured(self.with_context(footprint), known=known_footprint))
         if not fits:
             raise min(refusals, key=lambda error: error.least_feasible_bytes)
-        if least is not None and allowed < least.num_bytes and self._is_near(least.footprint):
-            raise too_small(self.planner, allowed_bytes=allowed, least_bytes=least.num_bytes)
         if full is not None and self.budget.step_time is not None:
             raise BadInputError(
                 f"budget.step_time={self.budget.step_time:g} needs seconds of a step, and the device has no room to "
@@ -542,11 +560,6 @@ class Session:
         """
         excess = measured.peak_bytes(state_bytes=0) - known.peak_bytes(state_bytes=0)
         return known if excess <= PAGES_BYTES else measured
-
-    def _is_near(self, known: Footprint) -> bool:
-        """True if the planned footprint is less than a page of each size below `known`: else the step has changed."""
-        assert self.planner.footprint is not None
-        return known.peak_bytes(state_bytes=0) - self.planner.footprint.peak_bytes(state_bytes=0) <= PAGES_BYTES // 2
 
     # -- seconds --------------------------------------------------------------------------------------------------
 
@@ -859,6 +872,13 @@ def needs_confirmation(device: torch.device, refusal: InfeasibleBudgetError) -> 
 def confirms(device: torch.device) -> bool:
     """True if refusals on this device are confirmed. Elsewhere bytes are counted, the same in each process."""
     return device.type == "cuda" and ranks() is SINGLE_PROCESS
+
+
+def keep_least(key: Mapping[str, Any], least: Least, *, device: torch.device) -> None:
+    """Keeps what a refusal named, unless others have filled the card: then it tells nothing about the step."""
+    own = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    if free_bytes(device) + own >= least.num_bytes:
+        store_decision(key, least)
 
 
 def least_confirmed_bytes(

@@ -153,6 +153,12 @@ def key_of_step(network: nn.Module | None = None, *, inputs: Any = (4, 3), budge
     return least_key_of_step(inputs, network=network, infos=describe(network), **given)
 
 
+def with_buffer() -> nn.Module:
+    network = nn.Linear(3, 3)
+    network.register_buffer("mask", torch.ones(3))
+    return network
+
+
 @pytest.mark.parametrize("made", [named(), named(entry=None)])
 def test_what_a_refusal_named_is_there_for_every_budget_of_bytes(made: Least):
     store_decision(least_key(key()), made)
@@ -168,6 +174,9 @@ def test_what_a_refusal_named_is_there_for_every_budget_of_bytes(made: Least):
         {"network": nn.Linear(3, 4)},
         {"network": nn.Linear(3, 3, dtype=torch.bfloat16)},
         {"network": nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1))},
+        {"network": nn.Linear(3, 3).requires_grad_(False)},
+        {"network": nn.Linear(3, 3).eval()},
+        {"network": with_buffer()},
         {"inputs": (5, 3)},
         {"budget": "state_25"},
         {"settings": "of 2"},
@@ -177,6 +186,8 @@ def test_what_a_refusal_named_is_there_for_every_budget_of_bytes(made: Least):
 def test_what_was_named_of_a_step_is_there_for_no_other_step(other: dict[str, Any]):
     store_decision(key_of_step(), named())
     assert load_least(key_of_step(**other)) is None and load_least(key_of_step()) is not None
+    with torch.autocast("cpu"):
+        assert load_least(key_of_step()) is None
 
 
 def test_a_script_that_asks_for_what_was_named_is_the_same_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -196,6 +207,10 @@ def test_a_script_that_asks_for_what_was_named_is_the_same_script(tmp_path: Path
     first = after("BUDGET = 1", "nn.Linear.forward")
     assert len(first) == 1 and after("BUDGET = 234", "nn.Linear.forward") == first
     assert after("BUDGET = 1", "nn.Linear.__call__") != first
+    with pytest.raises(SyntaxError):
+        after("BUDGET =", "nn.Linear.forward")
+    made = sys.modules["__main__"].Net
+    assert key_of_step(made(3, 3))["code"] == {}, "a script that is half edited while it runs"
 
 
 def torn(path: Path) -> None:

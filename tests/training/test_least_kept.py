@@ -1,6 +1,7 @@
 """What a refusal names is enough in the next process, and a byte less is not, though its meter is a page off.
 
-Bytes on a CPU are the same in each process. Here a stand-in for a GPU's meter adds what a "process" measures more.
+Bytes on a CPU are the same in each process. Here a stand-in for a GPU's meter adds what a "process" measures more: up
+to OFF it is the same step, and CHANGED stands for one that some helper, flag or closure has changed.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,14 +17,17 @@ from baoc.cache import CACHE_VARIABLE
 from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import InfeasibleBudgetError
+from baoc.profiling.caller_probe import CallerProbe
 from baoc.profiling.cuda_emulation import SMALL_PAGE
 from baoc.profiling.tracker import PeakMeter
 from baoc.training import run as training
 from baoc.types import Budget
+from baoc.units import MIB
 from tests.support.classifier import Classifier, fit, loader
 from tests.support.training_runs import brief, config
 
 Door = Callable[[int, Path], object]
+OFF, CHANGED = 17_500_000, 64 * MIB  # the most by which recorded processes were apart, and more than any page
 
 
 class Process:
@@ -43,7 +47,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(PeakMeter, "peak_bytes", property(peak_bytes))
     monkeypatch.setattr("baoc.training.session.MAX_CONFIRMATIONS", 4)  # what is named is enough, if not the least
-    for module in ("session", "measure.microbatch_search"):
+    for module in ("session", "plain_loop", "measure.microbatch_search"):
         monkeypatch.setattr(f"baoc.training.{module}.confirms", lambda _: True)
     with brief():
         yield one
@@ -65,12 +69,12 @@ def strategy(num_bytes: int, _: Path, *, batch_size: int = 64) -> object:
     return fit(BaocStrategy(f"{num_bytes}b"), data=loader(batch_size=batch_size), steps=2)
 
 
-def plain_loop(num_bytes: int, _: Path, *, batch_size: int = 64) -> object:
+def plain_loop(num_bytes: int, _: Path, *, batch_size: int = 64, repeats: int = 1) -> object:
     model = Classifier().net
     batch = torch.randn(batch_size, 16)
 
     def loss() -> torch.Tensor:
-        return model(batch).square().mean()
+        return model(batch).repeat(repeats, 1).square().mean()
 
     optimizer = BaocOptimizer(model, budget=f"{num_bytes}b", probe=loss, verbose=False)
     for _step in range(2):
@@ -98,11 +102,11 @@ def refusal(door: Door, num_bytes: int, folder: Path) -> InfeasibleBudgetError:
 def test_what_one_process_names_trains_in_the_next_and_a_byte_less_is_refused(
     door: Door, process: Process, tmp_path: Path
 ):
-    process.more = SMALL_PAGE // 2
+    process.more = 20 * MIB
     first = refusal(door, 4000, tmp_path)
     least = first.least_feasible_bytes
     assert least > 4000 + process.more
-    for more in (0, SMALL_PAGE):
+    for more in (process.more - OFF, process.more + OFF):
         process.more = more
         for less in (least - 1, 4000):
             again = refusal(door, less, tmp_path / f"{more}")
@@ -110,6 +114,74 @@ def test_what_one_process_names_trains_in_the_next_and_a_byte_less_is_refused(
             assert said[0] == said[1] and f"{least} bytes" in said[0], "by the same sentence"
             assert again.least_feasible_bytes == least
         door(least, tmp_path / f"{more}")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_step_that_has_changed_is_named_anew(door: Door, process: Process, tmp_path: Path):
+    process.more = CHANGED
+    first = refusal(door, 4000, tmp_path).least_feasible_bytes
+    process.more = 0
+    door(first - CHANGED // 2, tmp_path / "lean")
+    lean = refusal(door, 4000, tmp_path / "lean").least_feasible_bytes
+    assert lean < first - CHANGED // 2
+    door(lean, tmp_path / "lean")
+    process.more = CHANGED
+    assert refusal(door, lean, tmp_path / "again").least_feasible_bytes > lean + CHANGED // 2
+
+
+def test_a_loss_that_the_key_does_not_know_is_named_anew(process: Process, tmp_path: Path):
+    def wide(num_bytes: int, folder: Path) -> object:
+        return plain_loop(num_bytes, folder, repeats=9000)
+
+    least = refusal(wide, 4000, tmp_path).least_feasible_bytes
+    plain_loop(least // 2, tmp_path)
+    lean = refusal(plain_loop, 4000, tmp_path).least_feasible_bytes
+    assert refusal(wide, lean, tmp_path).least_feasible_bytes == least > lean + CHANGED // 2
+
+
+@pytest.mark.slow
+def test_each_run_at_what_was_named_writes_the_option_that_it_takes(process: Process, tmp_path: Path):
+    process.more = SMALL_PAGE // 2
+    least = refusal(decided, 4000, tmp_path).least_feasible_bytes
+    process.more = SMALL_PAGE
+    tables: list[str] = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        decided(least, folder)
+        tables.append((folder / f"{least}" / "options.csv").read_text())
+    assert tables[0] == tables[1] and len(tables[0].splitlines()) > 1
+    assert "True" in tables[0], "one is chosen"
+
+
+class Lazy(dict[str, torch.Tensor]):
+    def items(self) -> Any:
+        raise OSError("this would load all")
+
+
+def endless() -> list[Any]:
+    inner: list[Any] = [torch.ones(2, 3)]
+    inner.append(inner)
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        (Lazy(x=torch.ones(2, 3)), None),
+        (endless(), None),
+        ([torch.ones(2, 3), object()], None),
+        ([torch.ones(2, 3), 7, None], [[[2, 3], "torch.float32"], 7, None]),
+    ],
+)
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_look_at_inputs_never_ends_a_loop(given: Any, known: Any, looks: bool):
+    class Network(torch.nn.Linear):
+        def forward(self, input: Any) -> torch.Tensor:
+            return super().forward(input["x"] if isinstance(input, dict) else input[0])
+
+    network = Network(3, 3)
+    probe = CallerProbe(lambda: network(given).sum(), source=network, looks=looks)
+    probe.footprint(context_bytes=0)
+    assert probe.inputs == ([[[known], {}]] if looks and known else None)
 
 
 @pytest.mark.parametrize("door", DOORS[1:])

@@ -52,7 +52,7 @@ from baoc.planning.microbatch import (
 )
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
-from baoc.profiling.memory import least_budget_with_same_pages
+from baoc.profiling.memory import cap_suspended, least_budget_with_same_pages
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.profiling.step_time import specs_timed_first, time_specs
 from baoc.tasks.base import Task
@@ -77,6 +77,7 @@ from baoc.training.session import (
     Session,
     SessionSettings,
     confirms,
+    keep_least,
     largest_shards,
     least_confirmed_bytes,
     make_profiler,
@@ -172,19 +173,19 @@ def decide(
             entry, choice = search.ranks.broadcast_result(lambda: load_decision(cache_key)), None
             allowed = search.budget.memory_bytes
             kept_least = least_key(cache_key)
-            least = load_least(kept_least) if allowed is not None and confirms(search.device) else None
-            named = least.entry if least is not None else None  # the decision within the least budget
-        if least is not None and named is not None and entry is None and (allowed or 0) < least.num_bytes:
-            search.plan_by(named.footprint)
+            may_be_kept = entry is None and allowed is not None and confirms(search.device)
+            least = load_least(kept_least) if may_be_kept else None
+            too_little = least is not None and (allowed or 0) < least.num_bytes
+        if too_little and (named := search.named_again(least)) is not None:
             options = list(named.options)
         elif entry is not None and search.confirm(entry):
             options = list(entry.options)
         else:
             choice = search.search(began=began, tell=tell)
             entry, options = search.cache_entry(choice), list(choice.options)
-            if entry is None and named is not None and search.confirm(named):
-                entry = named
+            if entry is None and not too_little and (named := search.named_again(least)) is not None:
                 options = [*(option for option in options if option.key != named.chosen.key), named.chosen]
+                entry = replace(named, options=tuple(options))
             if entry is not None:
                 store_decision(cache_key, entry)
         write_options(options, run_dir=run_dir, objective=config.objective)
@@ -224,12 +225,11 @@ def decide(
                 ),
                 page_start=partial(least_budget_with_same_pages, searched),
             )
-            # A card that others had filled tells nothing about the step.
-            if found is not None and confirms(searched) and free_bytes(searched) >= found:
+            if found is not None and confirms(searched):
                 decided = replace(within[found], options=tuple(options), run_s=math.inf)
                 recomputed, footprint = decided.chosen.recomputed, decided.footprint
                 kept = Least(num_bytes=found, footprint=footprint, recomputed=recomputed, entry=decided)
-                store_decision(kept_least, kept)
+                keep_least(kept_least, kept, device=searched)
             raise refusal if found is None else refuse(least_bytes=found)
         budget = search.budget
     chosen = entry.chosen
@@ -502,9 +502,38 @@ class MicroBatchSearch:
     def confirm(self, entry: Entry) -> bool:
         """True if a cached decision is good enough for a run of this length, and its option still takes the bytes that
         it took, by one measurement within the cap."""
-        chosen, before = entry.chosen, entry.footprint
-        if entry.run_s < run_seconds(self.config, chosen.samples_per_s):
+        before = entry.footprint
+        if entry.run_s < run_seconds(self.config, entry.chosen.samples_per_s):
             return False
+        if (footprint := self._measured_again(entry)) is None:
+            return False
+        self.planner.latency = entry.latency
+        for nearest in (footprint, self.session.known_or_measured(footprint, known=before)):
+            self.planner.footprint = nearest
+            with suppress(InfeasibleBudgetError), self.phases("plans of the options"):
+                self.planner.propose()
+                return nearest is before or footprint.peak_bytes(state_bytes=0) <= (
+                    1 + RATE_TOLERANCE
+                ) * before.peak_bytes(state_bytes=0)
+        return False
+
+    def named_again(self, least: Least | None) -> Entry | None:
+        """The decision within the budget that a refusal named, if it is of this very step, by one measurement in it."""
+        entry = least.entry if least is not None else None
+        if least is None or entry is None:
+            return None
+        with cap_suspended(self.device):
+            try:
+                cap_device(self.device, budget=replace(self.budget, memory_bytes=least.num_bytes))
+            except BadInputError:  # the CUDA context alone exceeds it by now
+                return None
+            footprint = self._measured_again(entry)
+            clear_cache(self.device)
+        return entry if footprint is not None and least.is_of(footprint) else None
+
+    def _measured_again(self, entry: Entry) -> Footprint | None:
+        """The footprint of a cached decision's option within the cap; None if it has no room, or is not compiled."""
+        chosen, before = entry.chosen, entry.footprint
         with self.phases("plans of the options"):
             self.plan_by(before)
         self.reset(compiled=chosen.compiled)
@@ -516,23 +545,14 @@ class MicroBatchSearch:
         except Exception:  # of a compiler, which may raise any; then it is decided anew
             if not chosen.compiled:
                 raise
-            return False
+            return None
         if measurement is None:
-            return False
+            return None
         fixed = {name: getattr(before, name) for name in SIZE_INDEPENDENT}
         context = int(
             self.ranks.all_reduce_max(max(measurement.footprint.context_bytes, context_bytes(self.device)))[0]
         )
-        footprint = replace(measurement.footprint, context_bytes=context, **fixed)
-        self.planner.latency = entry.latency
-        for nearest in (footprint, self.session.known_or_measured(footprint, known=before)):
-            self.planner.footprint = nearest
-            with suppress(InfeasibleBudgetError), self.phases("plans of the options"):
-                self.planner.propose()
-                return nearest is before or footprint.peak_bytes(state_bytes=0) <= (
-                    1 + RATE_TOLERANCE
-                ) * before.peak_bytes(state_bytes=0)
-        return False
+        return replace(measurement.footprint, context_bytes=context, **fixed)
 
     def cache_entry(self, choice: OptionChoice) -> Entry | None:
         """The chosen option for the cache; None if nothing fits."""

@@ -22,7 +22,7 @@ from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
-from baoc.profiling.caller_probe import shapes_of
+from baoc.profiling.caller_probe import inputs_of
 from baoc.profiling.python_state import PythonState
 from baoc.tasks.ema import EmaWeights
 from baoc.training.measure.benchmark_steps import rehearse
@@ -131,8 +131,8 @@ class Probe:
         self._clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._micro_batch = num_samples(batch)
         self._batch = batch
-        kinds = [str(trainer.precision), self.accumulation, self._keeps_gradients, bool(self._ema)]
-        self.inputs = [shapes_of(batch), shapes_of(val_batches), *kinds]
+        kinds = lambda: [str(trainer.precision), self.accumulation, self._keeps_gradients, bool(self._ema)]  # noqa: E731
+        self._inputs = lambda: [batch, val_batches, *kinds()]
         self._batch_on_device = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
         self._loss = _training(strategy)
         clips_in_backward = bool(trainer.gradient_clip_val) and strategy.settings.release is not False
@@ -140,6 +140,10 @@ class Probe:
         self._only_spec = ALLOCATORS[strategy.settings.planner.allocator].traits.only_spec
         self._validate = _validation(strategy, val_batches) if val_batches else None
         self._before_first_step: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def inputs(self) -> Any:
+        return inputs_of(self._inputs())
 
     def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
         """Bytes of the step, averaged weights included.
