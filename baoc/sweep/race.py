@@ -620,7 +620,7 @@ class RaceRun:
             budget = [f"budget={share_mib}mb", f"micro_batch={self.config.micro_batch_size}"]
         if racer.recipe.blocks and not is_target_size:  # its blocks are another network's: allocate at the same share
             percent = 100 * racer.entrant.state_bytes / self.target.state_bytes_adamw
-            budget, recipe = [f"budget=state_{percent:.4g}"], []
+            budget, recipe = [f"budget=state_{percent:.4g}" if percent < 100 else "budget=unlimited"], []
         sizes = family_of(self.config.model.name).sizes
         keeps_lr = is_target_size or self.config.optim.lr is not None
         lr = run.rate * (self.target.lr if keeps_lr else sizes[scale.size].lr)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baoc.errors import BadInputError, InfeasibleBudgetError
+from baoc.planning.messages import too_small
 from baoc.planning.planner import Planner, PlannerSettings
 from baoc.types import Budget, Footprint, LatencyTable
 from tests.support.planners import ADAMW, MIB, NO_TEMPORARIES, PARAMS
@@ -84,6 +85,15 @@ def test_where_the_least_needs_a_step_that_passes_the_budget_the_refusal_tells_i
     least = refused.value.least_feasible_bytes
     assert 9 * MIB + 20_000 <= least < 9 * MIB + ADAMW
     assert set(planner(memory(least), **given).propose().allocation.choices.values()) == {"sign"}
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.5, " (budget=state_50) with"), (1, " (budget=state_100) with"), (1.5, " with")]
+)
+def test_a_refusal_names_no_budget_that_is_refused(share: float, said: str):
+    least = int(share * ADAMW)
+    refusal = too_small(planner(Budget(name="state_1", state_fraction=0.01)), allowed_bytes=1, least_bytes=least)
+    assert f"({least} bytes){said} allocator=" in str(refusal)
 
 
 def test_all_of_adamw_s_state_is_enough_for_adamw_where_tensors_are_padded():
