@@ -403,7 +403,9 @@ class RaceRun:
                 f"{self.folder} holds a race of another version of baoc, whose settings this one does not take "
                 f"({error}): give another folder (hydra.run.dir=PATH)"
             ) from error
-        blocks, typed = earlier_settings["blocks"], any(word.startswith("blocks") for word in setup.get("words", ()))
+        words = setup.get("words")
+        typed = isinstance(words, list) and any(str(word).startswith("blocks") for word in words)
+        blocks = earlier_settings["blocks"]
         if settings["blocks"]["by"] == "auto" and blocks["by"] == "layer_role" and not typed:
             blocks["by"] = "auto"  # the default of earlier versions had this effect
         if changes := differences(earlier_settings, settings):
