@@ -306,12 +306,10 @@ def launch_step(
         buffers: arguments of the family's own, which follow the settings.
         constants: compile-time constants of the family's own.
     """
-    key = (kernel, call, table.grad_dtype, table.vector)
-    if table.launches.again(key, of=table.ptrs):
-        return
-    repairs = call.mode == "repair"
-    limits = {"maxnreg": table.config.registers} if table.config.registers else {}
-    with table.launches.recording(key, of=table.ptrs):
+
+    def start_kernel() -> None:
+        repairs = call.mode == "repair"
+        limits = {"maxnreg": table.config.registers} if table.config.registers else {}
         start(
             kernel, (len(table.params), REPAIRERS.value) if repairs else (table.num_programs,),
             table.program_tensor, table.first_program, sizes, table.ptrs, table.grad_ptrs, table.settings, *buffers,
@@ -321,6 +319,8 @@ def launch_step(
             COUNT=call.count and call.mode == "step", MARKED=call.marked, VEC=table.vector,
             num_warps=table.config.warps, **limits,
         )  # fmt: skip
+
+    table.launches.run((kernel, call, table.grad_dtype, table.vector), start_kernel, of=table.ptrs)
 
 
 def launch(table: "FusedTable", call: Call) -> None:

@@ -312,12 +312,13 @@ class Engine:
         """Adds up the squares of the update: from one number per program to one per tensor (`sums`)."""
         from baoc.kernels.triton.matching import sum_kernel
 
-        if not self._launches.again("sum"):
-            with self._launches.recording("sum"):
-                start(
-                    sum_kernel, (self.size,), self.partial, self._program_spans, self._settings, self.sums,
-                    BLOCK_SIZE=_SUM_BLOCK_SIZE,
-                )  # fmt: skip
+        self._launches.run(
+            "sum",
+            lambda: start(
+                sum_kernel, (self.size,), self.partial, self._program_spans, self._settings, self.sums,
+                BLOCK_SIZE=_SUM_BLOCK_SIZE,
+            ),
+        )  # fmt: skip
 
     def _sum_over_ranks(self) -> None:
         self.sum_squares()
@@ -330,14 +331,15 @@ class Engine:
 
         if not self.matches:
             return
-        key = ("match", measure)
-        if not self._launches.again(key, of=self.unsharded_numels):
-            with self._launches.recording(key, of=self.unsharded_numels):
-                start(
-                    match_kernel, (len(self.matches),), self._block_starts, self._block_members, self.unsharded_numels,
-                    self.grad_ptrs, self.ptrs, self.sums, self.num_skipped, self.repair, MEASURE=measure,
-                    BLOCK_SIZE=_MATCH_BLOCK_SIZE,
-                )  # fmt: skip
+        self._launches.run(
+            ("match", measure),
+            lambda: start(
+                match_kernel, (len(self.matches),), self._block_starts, self._block_members, self.unsharded_numels,
+                self.grad_ptrs, self.ptrs, self.sums, self.num_skipped, self.repair, MEASURE=measure,
+                BLOCK_SIZE=_MATCH_BLOCK_SIZE,
+            ),
+            of=self.unsharded_numels,
+        )  # fmt: skip
 
     # -- non-finite gradients -------------------------------------------------------------------------------------
 

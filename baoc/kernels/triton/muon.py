@@ -277,9 +277,7 @@ def launch(table: "FusedTable", call: Call) -> None:
         return _launch(table, plan, workspace, call)  # which does more than launch kernels
     place = (workspace.data_ptr(), workspace.numel(), table.max_workspace_bytes)
     key = (call, table.grad_dtype, table.vector, place)
-    if not table.launches.again(key, of=table.ptrs):
-        with table.launches.recording(key, of=table.ptrs):
-            _launch(table, plan, workspace, call)
+    table.launches.run(key, lambda: _launch(table, plan, workspace, call), of=table.ptrs)
 
 
 def _is_padded(batch: muon_plan.Batch) -> bool:

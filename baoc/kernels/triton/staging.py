@@ -337,14 +337,15 @@ class Upload:
         from baoc.kernels.triton.copies import COPY_BLOCK_SIZE, copy_slot_kernel
 
         words = (self.device.nbytes if nbytes is None else nbytes) // 8
-        if self._launches.again(("up", words)):
-            return
-        slots, uploaded = self._slots.view(torch.int64), self.device.view(torch.int64)
-        with self._launches.recording(("up", words)):
+
+        def start_copy() -> None:
+            slots, uploaded = self._slots.view(torch.int64), self.device.view(torch.int64)
             start(
                 copy_slot_kernel, (1,), slots, uploaded, self._num_copied, self._pinned_count.view(torch.int64),
                 words, slots.shape[1], SLOTS, COPY_BLOCK_SIZE,
             )  # fmt: skip
+
+        self._launches.run(("up", words), start_copy)
 
     def sent(self) -> None:
         """Moves to the next slot, as the last one is on its way."""
@@ -358,9 +359,10 @@ class Upload:
         received = self._received.view(torch.int64)
         if wait:
             received.copy_(self.back)
-        elif not self._launches.again("back"):
-            with self._launches.recording("back"):
-                start(copy_kernel, (1,), self.back, received, len(received), COPY_BLOCK_SIZE)
+        else:
+            self._launches.run(
+                "back", lambda: start(copy_kernel, (1,), self.back, received, len(received), COPY_BLOCK_SIZE)
+            )
 
 
 # Pinned memory of collected uploads, by device. A kernel, of which torch knows nothing, may still read or write it, so

@@ -6,8 +6,7 @@ engine that holds the table, see `baoc.kernels.triton.engine`.
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -33,26 +32,23 @@ class KeptLaunches:
     def __init__(self) -> None:
         self._by_key: dict[Hashable, tuple[object, list[Callable[[], None]]]] = {}
 
-    def again(self, key: Hashable, *, of: object = None) -> bool:
-        """Makes the launches of `recording(key, of=of)` again. False if there are none."""
-        kept_of, launches = self._by_key.get(key, (None, None))
-        if launches is None or kept_of is not of:
-            return False
-        for launch in launches:
-            launch()
-        return True
+    def run(self, key: Hashable, launch: Callable[[], None], *, of: object = None) -> None:
+        """Calls `launch`, or makes the launches again that `start` made in its last call with this `key` and `of`.
 
-    @contextmanager
-    def recording(self, key: Hashable, *, of: object = None) -> Iterator[None]:
-        """Inside, what `start` launches is kept under `key`, for `of`. The launches have to be all that is done inside,
-        and what they read may not move while `key` and `of` stay the same."""
+        They have to be all that `launch` does, and what they read may not move while `key` and `of` stay the same.
+        """
+        kept_of, kept = self._by_key.get(key, (None, None))
+        if kept is not None and kept_of is of:
+            for each in kept:
+                each()
+            return
         recorded: list[Callable[[], None] | None] = []
         before, _recording.launches = getattr(_recording, "launches", None), recorded
         try:
-            yield
+            launch()
         finally:
             _recording.launches = before
-        launches = [launch for launch in recorded if launch is not None]
+        launches = [each for each in recorded if each is not None]
         if len(launches) == len(recorded):  # the interpreter compiles nothing
             if len(self._by_key) >= _MOST_LAUNCHES:
                 self._by_key.clear()
@@ -208,7 +204,7 @@ class FusedTable:
 
 
 def start(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
-    """Launches a kernel. Inside `KeptLaunches.recording` it is kept, to be launched again.
+    """Launches a kernel. Inside `KeptLaunches.run` it is kept, to be launched again.
 
     Triton's own launch looks at each argument to find what it compiled for such arguments, and asks the driver about
     each address. Between the kernels of a backward pass, a kept one takes the host a tenth of that.

@@ -131,8 +131,8 @@ class Probe:
         self._clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._micro_batch = num_samples(batch)
         self._batch = batch
-        kinds = lambda: [str(trainer.precision), self.accumulation, self._keeps_gradients, bool(self._ema)]  # noqa: E731
-        self._inputs = lambda: [batch, val_batches, *kinds()]
+        flags = (self.accumulation, self._keeps_gradients, bool(self._ema))
+        self._inputs = lambda: [batch, val_batches, str(trainer.precision), *flags]
         self._batch_on_device = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
         self._loss = _training(strategy)
         clips_in_backward = bool(trainer.gradient_clip_val) and strategy.settings.release is not False
