@@ -75,6 +75,10 @@ REFUSED = {
         "{name} of shape {shape} cannot run {spec} on {size} ranks: their parts of it would end within groups of its "
         "codec. Take a number of ranks that divides {parts}, or a spec that keeps fp32 states"
     ),
+    "unequal": (
+        "{what} is {first} on rank 0 and {other} on rank {rank}, so that ranks would part or wait for each other: "
+        "build the same module and optimizer on all ranks"
+    ),
     "offloaded": (
         "{name} was offloaded to the CPU by fully_shard, whose weights would be copied for every step of theirs: leave "
         "out CPUOffloadPolicy, and choose specs of fewer bytes such as adamw_int8"
@@ -278,6 +282,16 @@ def check_equal_on_ranks(number: float, *, what: str, among: Ranks) -> None:
     high, low = among.all_reduce_max(number, -number)
     if high != -low:
         raise TrainingFailedError(f"{what} differ between ranks, which is a bug: please report it")
+
+
+def check_same_on_ranks(given: Mapping[str, object], *, among: Ranks) -> None:
+    """Raises BadInputError on all ranks if one of them was given another value of anything than rank 0."""
+    first, *others = among.all_gather({what: str(value) for what, value in given.items()})
+    for rank, other in enumerate(others, start=1):
+        for what in first | other:
+            one, another = (each.get(what, "missing") for each in (first, other))
+            if one != another:
+                raise refusal("unequal", what=what, first=one[:80], rank=rank, other=another[:80])
 
 
 def is_lost_peer(error: BaseException) -> bool:

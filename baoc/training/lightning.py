@@ -28,7 +28,14 @@ from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import detach_other_releases
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm_up_communicator
-from baoc.parallel import SINGLE_PROCESS, Ranks, check_equal_on_ranks, ranks, refuse_several_processes
+from baoc.parallel import (
+    SINGLE_PROCESS,
+    Ranks,
+    check_equal_on_ranks,
+    check_same_on_ranks,
+    ranks,
+    refuse_several_processes,
+)
 from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, context_bytes, describe, free_bytes
 from baoc.profiling.tracker import PeakMeter
@@ -67,6 +74,7 @@ from baoc.training.user_optimizer import (
     hyperparameters,
     named_groups,
     rebind_schedulers,
+    shared_by_ranks,
     widened,
     without_bf16,
 )
@@ -257,8 +265,9 @@ class BudgetedStrategy(Strategy):
         """Measures a step, plans, and builds the optimizer; the module is on its device afterwards."""
         module = self.lightning_module
         assert module is not None
-        probe = self.ranks.run_or_raise_on_all(lambda: Probe(trainer, self))
         named = dict(module.named_parameters())
+        check_same_on_ranks(shared_by_ranks(groups=optimizer.param_groups), among=self.ranks)
+        probe = self.ranks.run_or_raise_on_all(lambda: Probe(trainer, self))
         refuse_sharded(named, budget=self.budget, settings=settings)
         session = self._session(optimizer, params=named, settings=settings)
         session.resharding = self._resharding
@@ -643,6 +652,13 @@ class RanksStrategy(BudgetedStrategy):
     def _join_ranks(self) -> None:
         self.ranks = ranks()
         warm_up_communicator(self.root_device)
+
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.lightning_module is not None
+        params = dict(self.lightning_module.named_parameters())
+        given = shared_by_ranks(params=params, settings=self.settings, budget=self.budget.name)
+        check_same_on_ranks(given, among=self.ranks)
+        super().setup(trainer)
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         if not trainer.lightning_module.automatic_optimization:

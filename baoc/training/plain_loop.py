@@ -33,7 +33,7 @@ from baoc.optim.groups import (
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm_up_communicator
 from baoc.optim.wrappers import has_averaged_copy, live_instances
-from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refuse_several_processes, unwrapped
+from baoc.parallel import SINGLE_PROCESS, Ranks, check_same_on_ranks, ranks, refuse_several_processes, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16
 from baoc.profiling.caller_probe import CallerProbe
@@ -54,7 +54,14 @@ from baoc.training.session import (
     with_recipe,
     without_scratch_measurements,
 )
-from baoc.training.user_optimizer import check_switches, groups_of, hyperparameters, widened, without_bf16
+from baoc.training.user_optimizer import (
+    check_switches,
+    groups_of,
+    hyperparameters,
+    shared_by_ranks,
+    widened,
+    without_bf16,
+)
 from baoc.types import Budget, Plan
 from baoc.units import format_bytes
 
@@ -131,10 +138,18 @@ class BaocOptimizer(BlockwiseOptimizer):
         module, named, groups = with_network(params, model=unwrapped(model))
         pairs = [pair for group in groups for pair in group["params"]]
         device = next((p.device for p in named.values()), torch.device("cpu"))
+        given = shared_by_ranks(
+            params=dict(pairs),
+            groups=[{**options, **group} for group in groups],
+            settings=settings,
+            budget=(limit := parse_budget(budget)).name,
+            probe="given" if probe is not None else "missing",
+        )
+        check_same_on_ranks(given, among=process_group)
         detach_other_releases([param for _, param in pairs])  # their hooks would step in the probe
         _broadcast_unsharded([param for _, param in pairs], group=process_group, device=device)
         free = -int(process_group.all_reduce_max(-free_bytes(device))[0])
-        limit = resolve_auto(parse_budget(budget), free_bytes=free)
+        limit = resolve_auto(limit, free_bytes=free)
         given = isinstance(params, nn.Module) or model is not None
         whole = None if given else network_of((param for _, param in pairs), largest=True)
         infos = describe(module if module is not None else pairs, optimizer_groups=groups, part_of=whole)

@@ -20,11 +20,12 @@ from torch.optim.swa_utils import AveragedModel
 from baoc.errors import BadInputError, unknown_name
 from baoc.planning.allocators import ALLOCATORS
 from baoc.training.session import SessionSettings, bf16_weight_specs
-from baoc.types import Budget
+from baoc.types import Budget, to_plain
 
 log = logging.getLogger(__name__)
 # Arguments of torch's Adam family that choose an implementation and not the arithmetic: backends replace them.
 IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable"}
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 REFUSED_KEYS = ("amsgrad", "maximize")
 SPLIT_ROWS = "*+split8"
 ROUNDED_ROWS = "*+bf16_sr"
@@ -50,8 +51,27 @@ def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers r
     for key in REFUSED_KEYS:
         if any(group.get(key) for group in groups):
             raise BadInputError(f"the optimizer sets {key}=True, which no rule here has: leave it out")
-    keys = ("lr", "betas", "eps", "weight_decay")
-    return {key: optimizer.defaults[key] for key in keys}
+    return {key: optimizer.defaults[key] for key in HYPERPARAMETERS}
+
+
+def shared_by_ranks(
+    *,
+    params: Mapping[str, torch.Tensor] = {},
+    groups: Sequence[Mapping[str, Any]] = (),
+    settings: SessionSettings | None = None,
+    **others: object,
+) -> dict[str, object]:
+    """What all ranks have to be given alike, by its name in a message, for `check_same_on_ranks`."""
+    trained = {True: "", False: ", frozen"}
+    given: dict[str, object] = {}
+    for name, param in params.items():
+        given[name] = f"{tuple(param.shape)} {param.dtype}{trained[param.requires_grad]}"
+    for index, group in enumerate(groups):
+        kept = {key: to_plain(group[key]) for key in HYPERPARAMETERS if key in group}
+        given |= {f"{key} of parameter group {index}": value for key, value in kept.items()}
+    if settings is not None:
+        given |= {**to_plain(settings), **to_plain(settings.planner), "planner": ""}
+    return {**given, **others}
 
 
 def check_arguments(given: Iterable[str], *doors: Callable[..., object], also: Iterable[str] = ()) -> None:

@@ -25,6 +25,7 @@ from baoc.parallel import SINGLE_PROCESS, check_equal_on_ranks, ranks
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import schedule
 from baoc.training import plain_loop
+from baoc.training.fully_sharded import BaocFSDPStrategy
 from baoc.training.session import SessionSettings
 from baoc.units import format_bytes
 from tests.support.classifier import Classifier, fit
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.slow  # two ranks are started
 ONCE = ReallocationConfig(mode="once", warmup_steps=3)
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
 
@@ -103,7 +104,20 @@ def errors(rank: int) -> dict[str, str]:
             module, budget="60kb", probe=lambda: module(torch.ones(8 << 9 * rank, 64)).sum()
         ),
         "weights": lambda: check_equal_on_ranks(rank, what="weights", among=ranks()),
+        "other budget": lambda: BaocOptimizer(module, budget=f"state_{25 + 25 * rank}"),
+        "other rate": lambda: BaocOptimizer([{"params": [module[0].weight], "lr": 0.1 + rank}], budget="state_25"),
+        "other layers": lambda: BaocOptimizer(module[rank:], budget="state_25"),
+        "other type": lambda: BaocOptimizer(net().to(torch.bfloat16 if rank else torch.float32), budget="state_25"),
+        "other recipe": lambda: BaocOptimizer(module, budget="state_25", recipe="lion" if rank else "adamw"),
+        "other probe": lambda: BaocOptimizer(module, budget="8gb", probe=out_of_memory if rank else None),
     }
+    given: dict[str, Any] = {"devices": 2, "plugins": [LightningEnvironment()]}
+    for strategy in (BaocDDPStrategy, BaocFSDPStrategy):
+        doors[f"{strategy.__name__}, budget"] = lambda strategy=strategy: fit(strategy(f"state_{25 + rank}"), **given)
+        other = Classifier(make=lambda module: torch.optim.AdamW(module.parameters(), lr=0.1 + rank))
+        doors[f"{strategy.__name__}, rate"] = lambda strategy=strategy, other=other: fit(
+            strategy("state_25"), module=other, **given
+        )
     told = {}
     for name, enter in doors.items():
         try:
@@ -293,7 +307,16 @@ ERRORS = {
     "probe": "OutOfMemoryError: on rank 1",
     "too small": "InfeasibleBudgetError: budget 60kb cannot be met",
     "weights": "TrainingFailedError: weights differ between ranks",
+    "other budget": "BadInputError: budget is state_25 on rank 0 and state_50 on rank 1, so that ranks would part or",
+    "other rate": "BadInputError: lr of parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1",
+    "other layers": "BadInputError: 0.weight is (64, 64) torch.float32 on rank 0 and missing on rank 1",
+    "other type": "BadInputError: 0.weight is (64, 64) torch.float32 on rank 0 and (64, 64) torch.bfloat16 on rank 1",
+    "other recipe": "BadInputError: specs is ['adamw'] on rank 0 and ",
+    "other probe": "BadInputError: probe is missing on rank 0 and given on rank 1",
 }
+for _strategy in ("BaocDDPStrategy", "BaocFSDPStrategy"):
+    ERRORS[f"{_strategy}, budget"] = "BadInputError: budget is state_25 on rank 0 and state_26 on rank 1"
+    ERRORS[f"{_strategy}, rate"] = "BadInputError: lr of parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1"
 
 
 @pytest.mark.parametrize("case", ERRORS)
