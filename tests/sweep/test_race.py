@@ -33,8 +33,16 @@ from tests.support.races import NAMES, STUB, WORDS, attempts, config, write_targ
 from tests.support.waiting import wait_until
 
 MOST_KILLS = int(os.environ.get("BAOC_KILLS", "3"))
-QUICK = ("race.seeds=2", "race.confirm_seeds=3", "race.rates=[0.5,1]", "race.workers=2")
-ONE_STAGE = ("race.seeds=2", "race.confirm_seeds=2", "race.rates=[1]", "race.rungs=[1]", "race.workers=2")
+# A journal takes a third of the processor seconds of sqlite, which kills are tried with.
+QUICK = ("race.seeds=2", "race.confirm_seeds=3", "race.rates=[0.5,1]", "race.workers=2", "race.storage=journal")
+ONE_STAGE = (
+    "race.seeds=2",
+    "race.confirm_seeds=2",
+    "race.rates=[1]",
+    "race.rungs=[1]",
+    "race.workers=2",
+    "race.storage=journal",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +245,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path):
     for folder in (killed, whole):
         write_target(folder, names=("muon8_lean", "foam8_lean", "plan"))
     (script := tmp_path / "script.py").write_text(SCRIPT)
-    words = [*ONE_STAGE, "race.rungs=[0.5,1]"]
+    words = [*ONE_STAGE, "race.rungs=[0.5,1]", "race.storage=null"]
     rng, kills, process = random.Random(3), 0, None
     for number in range(MOST_KILLS):
         if process is None or process.exitcode is not None:

@@ -43,7 +43,7 @@ def test_baselines_come_first_and_once(tmp_path: Path):
 
 
 def test_a_start_that_was_killed_while_it_put_baselines_down_goes_on_with_the_rest(tmp_path: Path):
-    given = config(n_trials=3, workers=1, baselines=[["x=0.25"], ["x=1"]])
+    given = config(n_trials=3, workers=1, baselines=[["x=0.25"], ["x=1"]], storage=None)
     begun = optuna.create_study(
         study_name="s", storage=f"sqlite:///{tmp_path / 'study.db'}", directions=["minimize", "minimize"]
     )
@@ -165,7 +165,7 @@ def test_a_study_has_one_folder_which_may_move(tmp_path: Path):
     moved = (tmp_path / "a").rename(tmp_path / "c")
     assert len(open_study(config(n_trials=2, storage=shared), folder=moved).trials) == 2
     with pytest.raises(BadInputError, match=r"has a '\?', at which a database's URL ends: .*storage=journal"):
-        open_study(config(n_trials=1), folder=make_study_folder(tmp_path / "what?"))
+        open_study(config(n_trials=1, storage=None), folder=make_study_folder(tmp_path / "what?"))
 
 
 @pytest.mark.parametrize(

@@ -122,19 +122,19 @@ def test_the_kernels_counter_is_read_where_it_is(tmp_path: Path):
 
 
 def test_a_torn_last_line_of_a_journal_is_set_aside_and_the_study_goes_on(tmp_path: Path, capsys):
-    given = config(n_trials=2, storage="journal")
+    given = config(n_trials=2)
     run_study(given, folder=tmp_path, code=STUB)
     journal = tmp_path / "study.journal"
     with journal.open("ab") as file:
         file.write(b'{"op_code": 4, "worker')
-    study = run_study(config(n_trials=3, storage="journal"), folder=tmp_path, code=STUB)
+    study = run_study(config(n_trials=3), folder=tmp_path, code=STUB)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 3
     assert "ended in a torn line: set aside in study.journal.torn" in capsys.readouterr().out
     assert (tmp_path / "study.journal.torn").read_bytes() == b'{"op_code": 4, "worker\n'
 
 
 def test_a_writer_that_was_killed_in_mid_line_does_not_spoil_the_next_ones(tmp_path: Path):
-    given = config(n_trials=2, storage="journal")
+    given = config(n_trials=2)
     study = open_study(given, folder=tmp_path)
     with (tmp_path / "study.journal").open("ab") as file:
         file.write(b'{"op_code": 4, "worker')  # another worker, killed while this one is at work
@@ -145,7 +145,7 @@ def test_a_writer_that_was_killed_in_mid_line_does_not_spoil_the_next_ones(tmp_p
 def test_the_lock_of_a_worker_that_died_before_the_folder_was_moved_holds_nobody_up(tmp_path: Path):
     """Optuna's lock of earlier versions is a link to the journal, which is elsewhere now."""
     (tmp_path / "study.journal.lock").symlink_to(tmp_path / "gone" / "study.journal")
-    (only,) = run_study(config(n_trials=1, storage="journal"), folder=tmp_path, code=STUB).trials
+    (only,) = run_study(config(n_trials=1), folder=tmp_path, code=STUB).trials
     assert only.state is TrialState.COMPLETE and not (tmp_path / "study.journal.lock").is_symlink()
 
 
@@ -202,13 +202,13 @@ def test_a_storage_that_fails_in_between_ends_the_study_in_one_sentence_and_it_g
         pytest.raises(OutputError, match=r"study.db does not take .*disk is full\).*go"),
     ):
         patch.setattr(optuna.Study, "tell", tell)
-        run_study(config(n_trials=2, workers=1), folder=tmp_path, code=STUB)
-    study = run_study(config(n_trials=2, workers=1), folder=tmp_path, code=STUB)
+        run_study(config(n_trials=2, workers=1, storage=None), folder=tmp_path, code=STUB)
+    study = run_study(config(n_trials=2, workers=1, storage=None), folder=tmp_path, code=STUB)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
     assert attempts(tmp_path, 0) == attempts(tmp_path, 1) == ["new"]
     (tmp_path / "study.db").write_text("no database " * 99)
     with pytest.raises(BadInputError, match=r"study.db cannot be opened \(file is not a database\): make room"):
-        run_study(config(n_trials=2), folder=tmp_path, code=STUB)
+        run_study(config(n_trials=2, storage=None), folder=tmp_path, code=STUB)
 
 
 def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path: Path, monkeypatch, capsys):
@@ -303,14 +303,14 @@ def test_a_checkpoint_that_cannot_be_resumed_is_left_and_the_trial_begins_anew(t
 
 def test_no_two_workers_draw_the_same_trial(tmp_path: Path):
     """sqlite has no row locks: forked workers that do nothing but draw must share the trials out."""
-    given = config(n_trials=16)
+    given = config(n_trials=16, storage=None)
     open_study(given, folder=tmp_path)
     script = (
         "import os, sys\nfrom pathlib import Path\nfrom tests.support.studies import config\n"
         "from baoc.sweep.storage import next_trial, open_study\nfolder = Path(sys.argv[1])\n"
         "for _ in range(4):\n    if os.fork() == 0:\n        break\nelse:\n    [os.wait() for _ in range(4)]\n"
         "    sys.exit()\n"
-        "given = config(n_trials=16)\nstudy = open_study(given, folder=folder)\n"
+        "given = config(n_trials=16, storage=None)\nstudy = open_study(given, folder=folder)\n"
         "while (trial := next_trial(study, config=given, folder=folder)) is not None:\n"
         "    print(trial.number, flush=True)\nos._exit(0)"
     )
