@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from baoc.config import assets
 from baoc.config.dynamics import DynamicsConfig, split_dynamics
-from baoc.config.nodes import COLLECTIONS, NO_RECIPE, PATH_KEYS, budget_node, recipe_or_none_node
+from baoc.config.nodes import COLLECTIONS, PATH_KEYS, budget_node, recipe_or_none_node
 from baoc.config.options import GROUPS, flatten_options, registry_entry, split_options
 from baoc.config.race import RaceConfig
 from baoc.config.schema import RunConfig
@@ -19,7 +19,7 @@ from baoc.config.trainer_arguments import SET_BY_BAOC
 from baoc.config.validate import REMOVED_KEYS, build_settings, refuse_unwritable, require, unknown_key, validate_value
 from baoc.core import own_code
 from baoc.core.budgets import parse_budget
-from baoc.core.recipes import Recipe, recipe_from_node
+from baoc.core.recipes import NO_RECIPE, Recipe, recipe_from_node
 from baoc.errors import BadInputError, unknown_name
 from baoc.models import choose_size
 from baoc.types import Budget, Role, to_plain
@@ -174,8 +174,8 @@ def _check_task(config: RunConfig) -> None:
 
 
 def _recipe(node: object) -> Recipe | None:
-    """The recipe of a node. None if the node is named NO_RECIPE, or absent as in older runs."""
-    if node is None or (isinstance(node, Mapping) and node.get("name") == NO_RECIPE):
+    """The recipe of a node. None if the node is the name NO_RECIPE alone, or absent as in older runs."""
+    if node is None or node == {"name": NO_RECIPE}:
         return None
     if not isinstance(node, Mapping):
         raise BadInputError(f"recipe must be a group of keys, not {node}: choose one with recipe=NAME")

@@ -26,14 +26,13 @@ from baoc.config.validate import plain_text
 from baoc.core import own_code
 from baoc.core.baselines import UNIFORM_BASELINES
 from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
-from baoc.core.recipes import RACED, RECIPES, Recipe, find_recipe, names_recipe_file, recipe_node
+from baoc.core.recipes import NO_RECIPE, RACED, RECIPES, Recipe, find_recipe, names_recipe_file, recipe_node
 from baoc.core.yaml_files import read_yaml
 from baoc.errors import BadInputError
 from baoc.frontier.runs import quote
 from baoc.types import Budget
 from baoc.units import parse_size
 
-NO_RECIPE = "none"  # the option of the group `recipe` that leaves the choice to an allocator
 COLLECTIONS = ("experiments", "sweeps")  # folders with files that compose a whole run or study
 TARGET = "_target_"  # model._target_=... names own code as Hydra's instantiate does
 _QUOTED_ITEM = re.compile(r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,])+""")
@@ -218,7 +217,7 @@ def _with_keys(node: dict[str, Any], *, keys: Iterable[Sequence[str]]) -> dict[s
 
 def own_code_option(name: str) -> str:
     """The option's name for own code: Hydra would look for a path among the folders of conf/."""
-    return re.sub(r"[^\w-]+", "-", name).strip("-") if own_code.names_own_code(name) else name
+    return re.sub(r"(?a)[^\w-]+", "-", name).strip("-") if own_code.names_own_code(name) else name
 
 
 def race_option(duration: str) -> str:
@@ -232,7 +231,8 @@ def recipe_or_none_node(recipe: Recipe | None) -> dict[str, Any]:
 
 def recipe_option(recipe: str) -> str:
     """The option's name for a recipe: Hydra would look for the path of a file among the folders of conf/."""
-    return re.sub(r"[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml") if names_recipe_file(recipe) else recipe
+    safe = re.sub(r"(?a)[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml")
+    return safe if names_recipe_file(recipe) else recipe
 
 
 def with_option_names(argv: Sequence[str]) -> list[str]:
@@ -340,8 +340,11 @@ def option_values(overrides: Sequence[str], *, group: str) -> list[str]:
     """The options of a group that `overrides` select, each of a sweep."""
     values: list[str] = []
     for text in overrides:
-        override = _parsed(text) if text.lstrip("+").startswith(f"{group}=") else None
-        if override is None:
+        key, _, typed = text.partition("=")
+        if key.lstrip("+") != group:
+            continue
+        if (override := _parsed(text)) is None:
+            values += _items(typed) if _is_unreadable(text, value=typed) else []
             continue
         value = override.value()
         if not override.is_sweep_override():

@@ -5,6 +5,7 @@ head, and `muon8_qk` is a mixture of two that measured best (experiments/LOG.md)
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -38,6 +39,7 @@ RECIPE_KEYS: tuple[str, ...] = (
 _SUFFIXES = (".yaml", ".yml", ".json")  # .json: the record of a race
 BY_RACE = "race: "  # the source of a recipe that a race chose begins with this; the verdict follows
 RACED = "raced"  # `recipe=raced`: the winner of an earlier race on this network
+NO_RECIPE = "none"  # `recipe=none` leaves the choice to an allocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,8 +214,8 @@ _KEYS = tuple(item.name for item in fields(Recipe) if item.name not in ("specs",
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 def _check(recipe: Recipe) -> None:
-    if not recipe.name or "\n" in recipe.name:
-        raise BadInputError(f"a recipe is called {recipe.name!r}: give it a name of one line")
+    if recipe.name in ("", NO_RECIPE) or "\n" in recipe.name:
+        raise BadInputError(f"a recipe is called {recipe.name!r}: give it a name of one line, other than {NO_RECIPE}")
     for role, spec in recipe.specs.items():
         if role not in RECIPE_KEYS:
             close = did_you_mean(role, (*RECIPE_KEYS, *_KEYS), prefix="recipe.")
@@ -230,14 +232,18 @@ def _check(recipe: Recipe) -> None:
     for key, factor in recipe.lr.items():
         if key not in (*RULE_PREFIXES, *RECIPE_KEYS):
             raise _unknown_in("lr", key, allowed=(*RULE_PREFIXES, *RECIPE_KEYS))
-        if not isinstance(cast(object, factor), int | float) or isinstance(factor, bool) or not 0 < factor < 1e6:
-            raise BadInputError(f"recipe.lr.{key}={factor} is not allowed: it must be a multiple of the rate, above 0")
+        if not _is_number(factor) or not 0 < factor < 1e6:
+            allowed = "a multiple of the rate, above 0 and below a million"
+            raise BadInputError(f"recipe.lr.{key}={factor} is not allowed: it must be {allowed}")
     for key, betas in recipe.betas.items():
         if key not in RULE_PREFIXES:
             raise _unknown_in("betas", key, allowed=RULE_PREFIXES)
-        numbers = [beta for beta in betas if isinstance(cast(object, beta), int | float) and 0 <= beta < 1]
-        if len(betas) != 2 or len(numbers) != 2:
+        if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
             raise BadInputError(f"recipe.betas.{key}={list(betas)} is not allowed: it must be two numbers in [0, 1)")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_spec(spec: object, *, key: str) -> None:
@@ -349,6 +355,11 @@ def find_recipe(recipe: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
         return value if isinstance(value, Recipe) else recipe_from_node(_mapping(value, key=""), name=name)
     if (measured := measured_recipes().get(name)) is not None:
         return measured
+    if name == RACED:
+        raise BadInputError(
+            'recipe="raced" is of run.py, which knows the data that it races on: give the file of the race that is '
+            'yours, such as recipe="outputs/races/NAME.json"; its "lr" is the learning rate that was best'
+        )
     close = did_you_mean(name, [*RECIPES, *measured_recipes(), RACED])
     raise BadInputError(
         f"recipe={name}: there is no such recipe{close}\nallowed: {', '.join(RECIPES)}, one of the measured table, "
@@ -368,13 +379,13 @@ def read_recipe(path: Path) -> Recipe:
     from baoc.core.yaml_files import read_yaml
 
     try:
-        node = read_yaml(path.expanduser().read_text(encoding="utf-8"))
+        node = read_yaml(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BadInputError(
             f"recipe={path}: there is no such file; give the path of one with a spec by role, or a name of "
             "`python run.py --list recipes`"
         ) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise BadInputError(f"recipe={path} cannot be read: {error}") from error
     recipe: Any = node
     if isinstance(node, Mapping) and "verdict" in node:  # the record of a race
@@ -384,12 +395,15 @@ def read_recipe(path: Path) -> Recipe:
                 f"recipe={path} is a race that chose a plan by block, measured on a network of another size, and holds "
                 "no recipe: leave recipe out, and the plan is made for this network"
             )
-    return recipe_from_node(_non_empty_mapping(recipe, recipe=path), name=path.stem)
+    try:
+        return recipe_from_node(_non_empty_mapping(recipe, recipe=path), name=path.stem)
+    except RecursionError:
+        raise BadInputError(f"recipe={path} leads back to itself by its base: name another base") from None
 
 
 def _non_empty_mapping(node: object, *, recipe: object) -> Mapping[str, Any]:
-    """Returns the node. Raises BadInputError, which names the `recipe`, if it is no mapping or has no key."""
-    if not isinstance(node, Mapping) or not node:
+    """Returns the node. Raises BadInputError, which names the `recipe`, if it is no mapping or has no value."""
+    if not isinstance(node, Mapping) or all(value is None for value in cast("Mapping[str, Any]", node).values()):
         raise BadInputError(f"recipe={recipe} must hold roles and specs, such as `hidden: muon_int8`")
     return cast("Mapping[str, Any]", node)
 

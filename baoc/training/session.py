@@ -26,7 +26,7 @@ from baoc.config.validate import check_ranges, require
 from baoc.core.blocks import partition
 from baoc.core.catalogue import device_spec_name
 from baoc.core.measured import AUTO
-from baoc.core.recipes import RACED, Recipe, find_recipe, tuning_of
+from baoc.core.recipes import Recipe, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
@@ -718,18 +718,13 @@ class Session:
 def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None, **overrides: Any) -> SessionSettings:
     """The settings with those `overrides` that are not None, and with the recipe in place of the allocator.
 
-    Raises BadInputError if `settings` is of another class, or for the recipe "raced".
+    Raises BadInputError if `settings` is of another class.
     """
     if not isinstance(settings, SessionSettings):
         raise BadInputError(f"settings is a {type(settings).__name__}: give SessionSettings of baoc.training.session")
     settings = replace(settings, **{key: value for key, value in overrides.items() if value is not None})
     if recipe is None:
         return settings
-    if recipe == RACED:
-        raise BadInputError(
-            'recipe="raced" is of run.py, which knows the data that it races on: give the file of the race that is '
-            'yours, such as recipe="outputs/races/NAME.json"; its "lr" is the learning rate that was best'
-        )
     resolved = find_recipe(recipe)
     matching = settings.rms_matching if resolved.matching else False
     return replace(settings, planner=replace(settings.planner, recipe=resolved), rms_matching=matching)

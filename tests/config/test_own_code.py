@@ -1,6 +1,7 @@
 """A user's own network, task and data by name: trained, resumed, planned; and one sentence for whatever is wrong."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,8 @@ def test_a_written_configuration_is_read_again(here):
 
 
 def test_a_relative_file_is_of_the_folder_of_the_command(here, tmp_path):
+    (folder := here / "für uns (1)").mkdir()  # which Hydra's grammar cannot read
+    assert from_hydra(compose([f"model={shutil.copy('net.py', folder)}:build"])).model.name.endswith("(1)/net.py:build")
     composed = compose(["model=net.py:build"])
     (here / "other").mkdir()
     assert from_hydra(composed, folder=here).model.name == "net.py:build"

@@ -185,6 +185,11 @@ def test_a_budget_below_the_recipe_is_refused_with_its_bytes_and_what_fits():
         (lambda: find_recipe("MUON8_LEAN"), r"no such recipe; did you mean muon8_lean"),
         (lambda: find_recipe("nowhere.yaml"), r"recipe=nowhere.yaml: there is no such file; give the path of one with"),
         (lambda: find_recipe({}), r"recipe={} must hold roles and specs, such as `hidden: muon_int8`"),
+        (lambda: find_recipe({"hidden": None}), r"recipe={'hidden': None} must hold roles and specs"),
+        (lambda: find_recipe({"base": "raced"}), r'recipe="raced" is of run.py, .* give the file of the race'),
+        (lambda: find_recipe("a\0.yaml"), r"recipe=a\x00.yaml cannot be read: embedded null"),
+        (lambda: find_recipe("~no-such-user/a.yaml"), r"recipe=~no-such-user/a.yaml: there is no such file"),
+        (lambda: Recipe(name="none"), r"a recipe is called 'none': give it a name of one line, other than none"),
         (lambda: find_recipe({"hidden": {"muon": 1}}), r"recipe.hidden={'muon': 1}: there is no such optimizer spec"),
         (lambda: find_recipe({"hidden": "muon", "name": [1]}), r"recipe.name=\[1\] is not allowed: it must be text"),
         (lambda: Recipe(name="r", specs={"mpl": "sign"}), r"unknown key recipe.mpl .*did you mean recipe.mlp\?"),
@@ -192,8 +197,10 @@ def test_a_budget_below_the_recipe_is_refused_with_its_bytes_and_what_fits():
         (lambda: Recipe(name="r", specs={"mlp": "adamw@updated"}), r"recipe.mlp: adamw@updated was removed"),
         (lambda: Recipe(name="r", lr={"muom": 2.0}), r"unknown key recipe.lr.muom; did you mean recipe.lr.muon"),
         (lambda: Recipe(name="r", lr={"muon": -2.0}), r"recipe.lr.muon=-2.0 is not allowed"),
+        (lambda: Recipe(name="r", lr={"muon": 1e6}), r"recipe.lr.muon=1000000.0 is .*above 0 and below a million"),
         (lambda: Recipe(name="r", betas={"head": (0.9, 0.9)}), r"unknown key recipe.betas.head"),
         (lambda: Recipe(name="r", betas={"muon": (0.9, 1.0)}), r"recipe.betas.muon=.* two numbers in \[0, 1\)"),
+        (lambda: Recipe(name="r", betas={"muon": (False, 0.9)}), r"recipe.betas.muon=.* two numbers in \[0, 1\)"),
         (lambda: Recipe(name="r", weights="split4"), r"recipe.weights=split4 is not allowed: choose one of native"),
         (lambda: PlannerSettings(allocator="recipe"), r"allocator=recipe needs a recipe: name one"),
         (
@@ -203,6 +210,8 @@ def test_a_budget_below_the_recipe_is_refused_with_its_bytes_and_what_fits():
         (lambda: compose(["recipe=muon", "allocator=exact"]), r"recipe=muon and allocator=exact exclude each other"),
         (lambda: compose(["recipe.mlp=sign"]), r"recipe.mlp changes a recipe, and none is named"),
         (lambda: from_hydra(compose(["recipe=muon", "recipe.mpl=sign"])), r"unknown key recipe.mpl"),
+        (lambda: from_hydra(compose(["recipe=muon", "recipe.name=none"])), r"a recipe is called 'none'"),
+        (lambda: compose(["recipe=~/nowhere ä.yaml"]), r"recipe=~/nowhere ä.yaml: there is no such file"),
         (lambda: from_hydra(compose(["recipe=muon", "recipe.lr={mun: 2}"])), r"did you mean recipe.lr.muon\?"),
         (lambda: from_hydra(compose(["recipe=muon", "recipe.mlp={a: sign}"])), r"recipe.mlp={'a': 'sign'}: there is"),
         (
@@ -248,7 +257,8 @@ def test_keys_of_a_group_come_one_by_one_or_together(words: list[str]):
 
 
 def test_a_recipe_comes_from_a_file(tmp_path: Path):
-    file = tmp_path / "mine.yaml"
+    file = tmp_path / "für uns (1)" / "mine.yaml"  # which Hydra's grammar cannot read
+    file.parent.mkdir()
     file.write_text(
         "base: muon8_lean\nhead: adamw\nlr: {<<: {embedding: 3}, embedding: 5e-1}\ndescription: 1e-3 was the best rate"
     )
@@ -258,6 +268,13 @@ def test_a_recipe_comes_from_a_file(tmp_path: Path):
     words = [f"recipe={file}", "recipe.lr.muon=3"]
     run = from_hydra(compose(words))
     assert run.recipe is not None and run.recipe.lr == {"embedding": 0.5, "muon": 3}
+
+
+def test_a_file_whose_base_leads_back_to_it_is_told(tmp_path: Path):
+    (file := tmp_path / "mine.yaml").write_text(f"base: {tmp_path}/other.yaml")
+    (tmp_path / "other.yaml").write_text(f"base: {file}")
+    with pytest.raises(BadInputError, match=r".yaml leads back to itself by its base: name another base"):
+        find_recipe(str(file))
 
 
 @pytest.mark.parametrize("text", ["mlp: sign\nmlp: adamw", "{mlp: sign, mlp: sign}", "lr: {mlp: 2, 'mlp': 3}"])
