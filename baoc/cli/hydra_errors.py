@@ -58,8 +58,8 @@ def translate_error(error: BaseException) -> BadInputError | None:
             f"cannot read {override!r}: {reason}\n"
             "write group=option or group.key=value; quote a value that holds , = or spaces, as in 'name=\"a,b\"'"
         )
-    lines = [str(error).strip(), str(error.__cause__ or "").strip()]
-    return _override_error(str(error)) or BadInputError("\n".join(dict.fromkeys(line for line in lines if line)))
+    text = "\n".join(dict.fromkeys(line for line in (str(error).strip(), str(error.__cause__ or "").strip()) if line))
+    return _override_error(text) or BadInputError(text)
 
 
 def _missing_option(error: MissingConfigException) -> BadInputError:
@@ -83,6 +83,10 @@ def _override_error(text: str) -> BadInputError | None:
         return BadInputError(f"{key} is there already: write {key}=VALUE, without a +")
     if match := re.match(r"Could not delete from config. '(.*?)'", text):
         return BadInputError(f"~{match.group(1)} removes what is not there")
+    if match := re.match(r"Error merging override (.*?)=[\s\S]*DictConfig with ListConfig", text):
+        return BadInputError(
+            f"{match.group(1)} is a group of keys, not a list: set one, as in {match.group(1)}.KEY=VALUE"
+        )
     if match := re.match(r"Could not override '(.*?)'", text):
         key = match.group(1)
         if key.startswith(_SWEEPER):

@@ -237,7 +237,9 @@ class RaceRun:
         return content
 
     def _refuse_settings(self) -> None:
-        allocator, trainer = self.config.allocator.name, self.config.trainer
+        allocator, trainer, size = self.config.allocator.name, self.config.trainer, self.config.race.size
+        if size is not None and size not in (sizes := family_of(self.config.model.name).sizes):
+            raise BadInputError(f"race.size={size}: {self.config.model.name} has {', '.join(sizes)}")
         if allocator.startswith("uniform_"):
             raise BadInputError(
                 f"allocator={allocator} says what every block runs, and a race chooses it: leave one out; race.recipes "
@@ -421,9 +423,6 @@ class RaceRun:
         size = race.size or target.size
         if size == target.size:
             return RaceScale(size=size, num_params=target.num_params, steps=race.steps or target.steps)
-        sizes = family_of(self.config.model.name).sizes
-        if size not in sizes:
-            raise BadInputError(f"race.size={size}: {self.config.model.name} has {', '.join(sizes)}")
         return self.scale_of_size(size)[0]
 
     def scale_of_size(self, size: str) -> tuple[RaceScale, Pace]:

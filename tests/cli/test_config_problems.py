@@ -40,6 +40,11 @@ PROBLEMS = [
     (["model.lora.rnk=1"], "unknown key model.lora.rnk; did you mean model.lora.rank?"),
     (["model.compile.x=1"], "unknown key model.compile.x: model.compile is a value, not a group of keys"),
     (["+seed=1"], "seed is there already: write seed=VALUE, without a +"),
+    (
+        ["recipe=muon", "recipe.betas=[.9,.95]"],
+        "recipe.betas is a group of keys, not a list: set one, as in recipe.betas.KEY=VALUE",
+    ),
+    (["risk.weights=[1]"], "risk.weights is a group of keys, not a list: set one, as in risk.weights.KEY=VALUE"),
     (["~foo"], "~foo removes what is not there"),
     (["allocator=greedy"], "allocator=greedy was removed: it reported no gap and never chose better"),
     (["blocks.merge=1.0"], "blocks.merge was removed: no measured run tied blocks by their statistics: choose"),

@@ -592,6 +592,13 @@ def test_settings_of_a_race_are_refused_in_a_sentence(words: list[str], told: st
         from_hydra(compose(["model=vit", *words]))
 
 
+@pytest.mark.parametrize("cap_s", [None, 60.0])
+def test_a_size_that_there_is_not_is_refused_before_anything_is_planned(cap_s: float | None, tmp_path: Path):
+    with pytest.raises(BadInputError, match=r"race.size=huge_one: vit has tiny, mini"):
+        raced(tmp_path, "race.size=huge_one", cap_s=cap_s)
+    assert not (tmp_path / "plan").exists()
+
+
 def test_an_allocator_that_leaves_no_choice_is_refused(tmp_path: Path):
     with pytest.raises(
         BadInputError, match="allocator=uniform_adamw says what every block runs, and a race chooses it"
@@ -613,7 +620,3 @@ def test_a_sibling_is_raced_at_equal_samples_a_parameter_and_the_claim_names_it(
     assert record["measured"]["size"] == "tiny" and record["measured"]["steps"] == 100  # of 400, with a quarter of them
     assert record["claim"].endswith("not measured at 4,000 parameters and 400 steps, which the run has")
     assert record["choice"] == "plan" and record["recipe"] is None  # its blocks are another network's
-    with pytest.raises(BadInputError, match=r"race.size=huge_one: vit has tiny, mini"):
-        other = tmp_path / "other"
-        write_target(other, names=("muon8_lean",), size="mini")
-        raced(other, "model.size=mini", "race.size=huge_one")
