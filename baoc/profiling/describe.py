@@ -172,15 +172,19 @@ def _module_types(module: nn.Module) -> dict[str, str]:
 def _unnamed_head(source: Any) -> int | None:
     """id of the weight that is a network's head by its place, though its name says something else or nothing.
 
-    That is the weight of a linear layer which is the last of all matrices, is not tied, and lies outside of the layers
-    or in a last layer that is built unlike the others. There is none where that is in doubt: another is named a head
-    (but `fc`, where it feeds the last); the last is one of twins or named for a condition or a choice; convolutions end
-    right before it in fewer channels, as images do; or it gives what a table of tokens takes, which may be the head.
+    A forward pass would tell, but plans are made without an input, and of named parameters too. So it is the last of
+    all matrices, of a linear layer, not tied, unless one of these rules leaves it in doubt:
+
+    1. By name: another one is a head (but `fc`, where it feeds the last), or this one is of a condition or a choice.
+    2. By layer: its layer has another one like it.
+    3. By width: a table of tokens takes what it gives, and may be the head. Or two matrices do, as layers hand a width
+       on; but for a table with as many rows, of the tokens that it predicts.
+    4. It is one of twins, such as two critics.
+    5. It comes after images: convolutions end right before it in fewer channels than they take.
     """
     module = source if isinstance(source, nn.Module) else None
     types, layers = _module_types(module) if module is not None else {}, _Layers(module)
-    named = {name: t for name, t in _named(source) if not isinstance(t, UninitializedParameter)}
-    matrices = {name: t for name, t in named.items() if t.dim() > 1}
+    matrices = {name: t for name, t in _named(source) if not isinstance(t, UninitializedParameter) and t.dim() > 1}
     name, tensor = next(reversed(matrices.items()), ("", None))
     is_linear = types[name].endswith("Linear") if name in types else name.rpartition(".")[2] == "weight"
     if tensor is None or tensor.dim() != 2 or not is_linear or sum(t is tensor for t in matrices.values()) > 1:
@@ -189,47 +193,26 @@ def _unnamed_head(source: Any) -> int | None:
     heads, before = [n for n, role in roles.items() if role is Role.HEAD], list(matrices)[-2:-1]
     if heads and (heads != before or heads[0].split(".")[-2] != "fc" or matrices[heads[0]].shape[0] != tensor.shape[1]):
         return None
-    in_layer = {n: layers.layer(n) for n in matrices}
-    # Attention outside of numbered layers makes the network a layer itself, and what is called mlp its second half.
-    is_layer = any(role is Role.ATTENTION and not re.search(r"(^|\.)\d+\.", n) for n, role in roles.items())
-    allowed = (Role.OTHER,) if is_layer or heads or in_layer[name] is not None else (Role.OTHER, Role.MLP)
+    layer = layers.layer(name)
+    # What is called mlp inside a layer belongs to the layer.
+    allowed = (Role.OTHER,) if heads or layer is not None else (Role.OTHER, Role.MLP)
     if roles[name] not in allowed or any(map(_NO_HEAD.match, name.split("."))):
         return None
-    tables = [
-        t
-        for n, t in matrices.items()
-        if t.dim() == 2
-        and (roles[n] is Role.EMBEDDING and not types[n].endswith("Linear") if n in types else _no_bias(n, named))
-    ]
-    if any(table.shape[1] == tensor.shape[0] for table in tables if table is not tensor):
+    rest, width = name.removeprefix(layer or name), tensor.shape[0]
+    if rest and any(layers.layer(n) == n.removesuffix(rest) for n in matrices if n != name and n.endswith(rest)):
         return None
-    if _like_other_layers(name, matrices, in_layer) or _has_twin(name, matrices, roles):
+    tables = [t.shape for n, t in matrices.items() if roles[n] is Role.EMBEDDING and t.dim() == 2]
+    takers = [t for t in set(matrices.values()) if t.dim() == 2 and t.shape[1] == width]
+    if any(cols == width for _, cols in tables) or (len(takers) > 1 and all(rows != width for rows, _ in tables)):
         return None
-    return None if _after_images(name, matrices, roles, types, in_layer) else id(tensor)
-
-
-def _no_bias(name: str, named: Mapping[str, Tensor]) -> bool:
-    return name.endswith("weight") and f"{name.removesuffix('weight')}bias" not in named
-
-
-def _like_other_layers(name: str, matrices: Mapping[str, Tensor], in_layer: Mapping[str, str | None]) -> bool:
-    """Whether the layer that holds `name`, if any, has a matrix of the same name in another one, or is the only one."""
-    layer = in_layer[name]
-    if layer is None:
-        return False
-    others = set(in_layer.values()) - {layer, None}
-    alike = (
-        (t, matrices.get(f"{other}{n.removeprefix(layer)}"))
-        for n, t in matrices.items()
-        if n.startswith(f"{layer}.")
-        for other in others
-    )
-    return not others or any(twin is not None and twin.dim() == t.dim() for t, twin in alike)
+    if _has_twin(name, matrices, roles) or _after_images(matrices, roles, types, layers):
+        return None
+    return id(tensor)
 
 
 def _has_twin(name: str, matrices: Mapping[str, Tensor], roles: Mapping[str, Role]) -> bool:
-    """Whether the module right before one that holds `name` has a matrix in its place, of the same shape, or of the
-    same input where neither takes what the other gives: two critics, two towers, a mean and a variance."""
+    """Whether the module right before one that holds `name` has a matrix in its place, and of both each takes the same
+    and not what the other gives: two critics, a mean and a variance."""
     parts, names = name.split("."), list(matrices)
     for depth in range(len(parts) - 1):
         first = next(n for n in names if n.startswith(".".join(parts[: depth + 1]) + "."))
@@ -239,22 +222,18 @@ def _has_twin(name: str, matrices: Mapping[str, Tensor], roles: Mapping[str, Rol
             continue
         own, other = matrices[name].shape, matrices[twin].shape
         fed = matrices[".".join(before)].shape[0] == matrices[first].shape[1]
-        if other == own or (len(other) == 2 and other[1] == own[1] and not fed):
+        if len(other) == 2 and other[1] == own[1] and not fed:
             return True
     return False
 
 
 def _after_images(
-    name: str,
-    matrices: Mapping[str, Tensor],
-    roles: Mapping[str, Role],
-    types: Mapping[str, str],
-    in_layer: Mapping[str, str | None],
+    matrices: Mapping[str, Tensor], roles: Mapping[str, Role], types: Mapping[str, str], layers: "_Layers"
 ) -> bool:
-    """Whether the last convolution gives less channels than it takes, and no layer lies between it and `name`."""
+    """Whether the last convolution gives fewer channels than it takes, and no layer comes after it."""
     names = list(matrices)
     convs = [n for n in names if matrices[n].dim() > 2 and roles[n] in (Role.CONV, Role.OTHER)]
-    if not convs or any(in_layer[n] is not None for n in names[names.index(convs[-1]) + 1 :]):
+    if not convs or any(layers.layer(n) is not None for n in names[names.index(convs[-1]) + 1 :]):
         return False
     gives, takes = matrices[convs[-1]].shape[:2]
     return takes < gives if _TRANSPOSED_TYPE.fullmatch(types.get(convs[-1], "")) else gives < takes
