@@ -6,6 +6,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -140,10 +141,15 @@ def total_numel(params: Iterable[ParamInfo]) -> int:
 
 
 def blocks_of_choice(
-    settings: PlannerSettings, *, params: Sequence[ParamInfo], declared: Mapping[str, Sequence[str]] | None = None
+    settings: PlannerSettings,
+    *,
+    params: Sequence[ParamInfo],
+    declared: Mapping[str, Sequence[str]] | None = None,
+    measured: tuple[Family | None, bool] | None = None,
 ) -> PlannerSettings:
     """The settings, with blocks by part if `blocks_by` is "auto" and the `recipe` names parts, or blocks that only they
-    make, or if the recipe that measured best at the size of this network names parts that blocks then tell."""
+    make, or if the recipe that measured best at the size of this network names parts that blocks then tell. `measured`:
+    what `measured_at` gives, if that is known."""
     if settings.blocks_by != "auto":
         return settings
     blocks_by = partial(partition, params, declared=declared, patterns=settings.patterns)
@@ -158,7 +164,7 @@ def blocks_of_choice(
     allocator = ALLOCATORS.get(settings.allocator)  # Planner refuses an unknown one
     if allocator is None or allocator.traits.every_candidate:
         return settings
-    family, extrapolates = measured_at(params, settings=settings)
+    family, extrapolates = measured or measured_at(params, settings=settings)
     if family is None or extrapolates:
         return settings
     best = family.ranked(settings.kappa)[0].recipe
@@ -185,7 +191,8 @@ class BudgetedBlocks(ABC):
         check_name(settings.allocator, ALLOCATORS, "allocator")
         if settings.task is not None:
             check_name(settings.task, families(), "task_family")
-        self.settings = settings = blocks_of_choice(settings, params=params, declared=declared)
+        self.family, self.extrapolates = measured = measured_at(params, settings=settings)
+        self.settings = settings = blocks_of_choice(settings, params=params, declared=declared, measured=measured)
         self.params = tuple(params)
         self.declared = declared
         self.budget = budget
@@ -209,7 +216,6 @@ class BudgetedBlocks(ABC):
             self.allocator = RecipeAllocator(picks={b.name: pick_spec(b, recipe=settings.recipe) for b in self.blocks})
         self.state_bytes_adamw = adamw_state_bytes(self.blocks)
         self.num_params = total_numel(self.params)
-        self.family, self.extrapolates = measured_at(self.params, settings=settings)
         more = settings.measured_specs if self.family is not None and self.has_choice else ()
         self.specs = {**self.offered_specs, **select(more)} if more else self.offered_specs
         self.kappa = settings.kappa
@@ -233,6 +239,12 @@ class BudgetedBlocks(ABC):
             footprint=self.footprint,
             latency=self.latency,
         )
+
+    def with_budget(self, budget: Budget) -> Self:
+        """A planner of the same network and settings with another budget."""
+        other = copy(self)
+        other.budget = budget
+        return other
 
     def count_profile(self, num_bytes: int, *, temporary_bytes: int = 0) -> None:
         """Adds a profiler's buffers to the footprint; `temporary_bytes` are those of a moment in which it samples."""

@@ -100,9 +100,8 @@ class BudgetControl(L.Callback):
         return why
 
     def _refuse_infeasible(self, planner: Planner, change: BudgetChange) -> None:
-        before, planner.budget = planner.budget, resolve_auto(change.budget, free_bytes=self.schedule.free_bytes or 0)
         try:
-            planner.propose()
+            planner.with_budget(resolve_auto(change.budget, free_bytes=self.schedule.free_bytes or 0)).propose()
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(
                 f"budget.schedule, step {change.step}: {error}",
@@ -110,8 +109,6 @@ class BudgetControl(L.Callback):
                 least_feasible_bytes=error.least_feasible_bytes,
                 advice=error.advice,
             ) from None
-        finally:
-            planner.budget = before
 
     def state_dict(self) -> dict[str, Any]:
         reallocator = self._strategy.reallocator

@@ -23,12 +23,7 @@ def choices_by_part(choices: Mapping[str, str], *, blocks: Iterable[Block]) -> d
 
 
 def choices_with_head(
-    choices: Mapping[str, str],
-    *,
-    members: Mapping[str, Iterable[str]],
-    planner: Planner,
-    risk: str,
-    plan: Plan | None,
+    choices: Mapping[str, str], *, members: Mapping[str, Iterable[str]], planner: Planner, risk: str, plan: Plan | None
 ) -> tuple[dict[str, str], list[str]]:
     """A checkpoint's choices for blocks whose head was not known as one before, and notes for the user. What the head
     may not run, as Muon, `plan` replaces, else the embedding's spec. Unchanged if other blocks differ as well.
@@ -116,10 +111,7 @@ def _binds(budget: Budget, *, planner: Planner) -> bool:
     """Whether the budget allows less than what measured best takes; True where it cannot be planned for."""
     if budget.memory_bytes is not None and planner.footprint is None:
         return True
-    before, planner.budget = planner.budget, budget
     try:
-        return planner.propose(risk=MEASURED).binding
+        return planner.with_budget(budget).propose(risk=MEASURED).binding
     except (BadInputError, InfeasibleBudgetError):
         return True
-    finally:
-        planner.budget = before

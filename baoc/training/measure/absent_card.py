@@ -197,11 +197,10 @@ class _CardOptions:
         self.reference_s = math.nan  # of a step with fused AdamW
         self.planner = Planner(
             self.session.infos,
-            budget=replace(budget, memory_bytes=None, state_fraction=None),
+            budget=replace(budget, memory_bytes=None),
             settings=self.session.settings.planner,
             declared=self.session.declared,
-        )
-        self.planner.budget = budget
+        ).with_budget(budget)  # a Planner refuses a budget of memory without a footprint, which is yet to come
         self.bf16_savings = self.session.bf16_savings
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
