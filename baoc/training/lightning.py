@@ -542,12 +542,7 @@ class BudgetedStrategy(Strategy):
             self._load_states(dict(state), reallocator=reallocator, narrator=narrator, native=native)
 
     def _load_states(
-        self,
-        state: dict[str, Any],
-        *,
-        reallocator: Reallocator,
-        narrator: Narrator,
-        native: Mapping[str, torch.Tensor],
+        self, state: dict[str, Any], *, reallocator: Reallocator, narrator: Narrator, native: Mapping[str, torch.Tensor]
     ) -> None:
         """`native`: weights of the checkpoint, by name, before the plan in force rounded them to bf16."""
         online = state.pop("online", None)

@@ -32,18 +32,7 @@ from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, Late
 from baoc.planning.reallocation.migration_cost import migration_peak
 from baoc.profiling import GradientProfiler, describe, device_peak_bytes
 from baoc.profiling.late_step import LateStep
-from baoc.types import (
-    Basis,
-    BlockMove,
-    Budget,
-    Moments,
-    ParamInfo,
-    Plan,
-    Profile,
-    Reallocation,
-    read_plain,
-    to_plain,
-)
+from baoc.types import Basis, BlockMove, Budget, Moments, ParamInfo, Plan, Profile, Reallocation, read_plain, to_plain
 from baoc.units import format_bytes
 
 Listener = Callable[[Reallocation, Plan, Profile | None], None]
@@ -556,7 +545,7 @@ class Reallocator:
             profile, profile_dropped = None, True
             notes.append("statistics of gradients start anew, as they are of other blocks or specs")
         footprint = self.planner.footprint
-        if saved.last_decision and self.profiler is not None:
+        if saved.last_decision and self.profiler is not None:  # it has decided, so that the profiler goes
             self.planner.count_profile(0, temporary_bytes=0)
 
         def adopt() -> tuple[Plan, list[str]]:

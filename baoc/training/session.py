@@ -212,15 +212,16 @@ class Session:
         """
 
         key = cache(partial(self._least_key, measurer))  # of one measurement, as hashing a network takes .04 s
+        set_latency = partial(
+            self._set_latency, measurer, latency=latency, record=record_latency, overlaps=host_steps_overlap_backward
+        )
         plan_once = partial(
             self._plan_once,
             measurer,
-            key=key,
-            latency=latency,
-            record_latency=record_latency,
-            host_steps_overlap_backward=host_steps_overlap_backward,
+            set_latency=set_latency,
             weights_on_host=weights_on_host,
             known_footprint=known_footprint,
+            key=key,
         )
 
         def replan() -> None:
@@ -424,9 +425,7 @@ class Session:
         self,
         measurer: Measurer,
         *,
-        latency: LatencyTable | None,
-        record_latency: bool,
-        host_steps_overlap_backward: bool,
+        set_latency: Callable[[], torch.OutOfMemoryError | None],
         weights_on_host: bool,
         known_footprint: Footprint | None,
         key: Callable[[], Mapping[str, Any] | None],
@@ -439,17 +438,14 @@ class Session:
             measurer, params_to_cast=params_to_cast, try_native=not (self.bf16_savings and always_bf16)
         )
 
-        def set_latency() -> torch.OutOfMemoryError | None:
-            with cast_to_bf16(params_to_cast if in_bf16 else {}, module=self.module):
-                return self._set_latency(
-                    measurer, latency=latency, record=record_latency, overlaps=host_steps_overlap_backward
-                )
-
-        full = set_latency()  # an error if the device has no room to time a step
-        if full is not None:  # without the cap seconds are the same, and nothing of a timing stays allocated
-            with uncapped(self.device, budget=self.budget):
-                full = set_latency()
-        budget = self.budget if full is None else replace(self.budget, step_time=None)
+        cast = partial(cast_to_bf16, params_to_cast if in_bf16 else {}, module=self.module)
+        with cast():
+            no_room = set_latency()
+        if no_room is not None:  # without the cap seconds are the same, and nothing of a timing stays allocated
+            with uncapped(self.device, budget=self.budget), cast():
+                no_room = set_latency()
+        # Bytes alone may refuse the budget then; else the end of this method does.
+        budget = self.budget if no_room is None else replace(self.budget, step_time=None)
         refusals: list[InfeasibleBudgetError] = []
 
         def is_planned(footprint: Footprint) -> bool:
@@ -466,6 +462,7 @@ class Session:
             clear_cache(self.device)
             nearest, _ = self._measure_footprint(measurer, params_to_cast=self.bf16_params, try_native=False)
             fits = is_planned(nearest)
+        # The same step may take a page more or less in another process: what a refusal named holds here too.
         least = self._named_before(key(), [footprint, nearest]) if known_footprint is None else None
         allowed = self.budget.memory_bytes or 0
         if least is not None:
@@ -478,10 +475,10 @@ class Session:
             fits = is_planned(self.known_or_measured(self.with_context(footprint), known=known_footprint))
         if not fits:
             raise min(refusals, key=lambda error: error.least_feasible_bytes)
-        if full is not None and self.budget.step_time is not None:
+        if no_room is not None and self.budget.step_time is not None:
             raise BadInputError(
                 f"budget.step_time={self.budget.step_time:g} needs seconds of a step, and the device has no room to "
-                f"time one ({str(full).splitlines()[0]}): leave step_time out, or run with less on the device"
+                f"time one ({str(no_room).splitlines()[0]}): leave step_time out, or run with less on the device"
             )
 
     def assume(self, footprint: Footprint | None = None) -> None:
@@ -840,11 +837,7 @@ def make_profiler(
     if settings.reallocation.mode == "off":
         return None
     profiler = GradientProfiler(
-        planner.blocks,
-        params=params,
-        betas=betas,
-        incremental=settings.release is not False,
-        ranks=ranks,
+        planner.blocks, params=params, betas=betas, incremental=settings.release is not False, ranks=ranks
     )
     if planner.footprint is not None:
         planner.count_profile(profiler.nbytes, temporary_bytes=profiler.temporary_bytes())

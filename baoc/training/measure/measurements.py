@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ EXPLORING_S = 3.0  # about how long small measurements of one number of recomput
 KEPT_SHARE = 0.75  # of the seconds with all layers recomputed (4 forwards' work), what none recomputed takes (3)
 COMPILED_BYTES = 0.6  # of the activations that layers keep, what compiled ones do: about half of ViT-L's and DiT-XL's
 OptionKey = tuple[int, int, bool]
+_T = TypeVar("_T")
 
 
 class Measurements:
@@ -394,18 +396,12 @@ class Measurements:
 
     def measure_within_cap(self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]]) -> MicroBatchMeasurement | None:
         """The bytes of this option as training would run it; None if it has no room."""
-        measured: list[MicroBatchMeasurement] = []
+        return self._try_within_cap(key, lambda in_bf16: self.measure_bytes(key, blocks=blocks, in_bf16=in_bf16))
 
-        def measure(in_bf16: bool) -> None:
-            measured.append(self.measure_bytes(key, blocks=blocks, in_bf16=in_bf16))
+    def _try_within_cap(self, key: OptionKey, measure: Callable[[bool], _T]) -> _T | None:
+        """What `measure(in_bf16)` returns with native weights or, if these have no room, with bf16 ones.
 
-        self._try_within_cap(key, measure)
-        return measured[0] if measured else None
-
-    def _try_within_cap(self, key: OptionKey, measure: Callable[[bool], None]) -> None:
-        """Calls `measure(in_bf16)` with native weights or, if these have no room, with bf16 ones.
-
-        If neither fits, the option joins `out_of_memory`.
+        If neither fits, the option joins `out_of_memory`, and None is returned.
         """
         _, recomputed, _ = key
         self.set_layers(recomputed, compiled=self.compiled)
@@ -418,11 +414,12 @@ class Measurements:
             cast = cast_to_bf16(self.bf16_params, module=self.task) if in_bf16 else nullcontext()
             with suppress(torch.OutOfMemoryError), cast:
                 self.compile(key, in_bf16=in_bf16)
-                measure(in_bf16)
+                measured = measure(in_bf16)
                 self.fits_only_in_bf16 |= {key} if in_bf16 else set()
-                return
+                return measured
             clear_cache(self.device)
         self.out_of_memory.add(key)
+        return None
 
     def _is_in_bf16(self, recomputed: int) -> bool:
         """True if small measurements have bf16 weights; between none and all layers as with all, which takes least."""

@@ -143,13 +143,7 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
 
 
 def decide(
-    config: RunConfig,
-    *,
-    task: Task,
-    data: DataModule,
-    device: str,
-    settings: SessionSettings,
-    run_dir: Path,
+    config: RunConfig, *, task: Task, data: DataModule, device: str, settings: SessionSettings, run_dir: Path
 ) -> SearchResult:
     """Chooses micro-batch, recomputed layers, gradient release and compiling, and sets the network's layers
     accordingly.
@@ -176,6 +170,7 @@ def decide(
             may_be_kept = entry is None and allowed is not None and confirms(search.device)
             least = load_least(kept_least) if may_be_kept else None
             too_little = least is not None and (allowed or 0) < least.num_bytes
+        # An earlier process refused or decided this step: one measurement confirms it. Else options are searched.
         if too_little and (named := search.named_again(least)) is not None:
             options = list(named.options)
         elif entry is not None and search.confirm(entry):
@@ -578,12 +573,7 @@ class MicroBatchSearch:
             batch = next(iter(data.make_train_loader(limit=None)))
             val_batch = next(iter(data.val_dataloader()), None)
         return MicroBatchRunner(
-            self.task,
-            batch=batch,
-            val_batch=val_batch,
-            device=self.device,
-            precision=precision,
-            phases=self.phases,
+            self.task, batch=batch, val_batch=val_batch, device=self.device, precision=precision, phases=self.phases
         )
 
     def _move_task_to_device(self, bf16_params: Mapping[str, Tensor], *, stack: ExitStack) -> tuple[bool, bool]:

@@ -129,16 +129,12 @@ class Probe:
         self.accumulation = trainer.accumulate_grad_batches
         self._keeps_gradients = strategy.keeps_gradients
         self._clip = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        self._micro_batch = num_samples(batch)
-        self._batch = batch
+        self._strategy, self._batch, self._val_batches = strategy, batch, val_batches
         flags = (self.accumulation, self._keeps_gradients, bool(self._ema))
         self._inputs = lambda: [batch, val_batches, str(trainer.precision), *flags]
-        self._batch_on_device = lambda: strategy.batch_to_device(strategy.precision_plugin.convert_input(batch))
-        self._loss = _training(strategy)
         clips_in_backward = bool(trainer.gradient_clip_val) and strategy.settings.release is not False
         self.upkeep_bytes = upkeep_bytes(clips=clips_in_backward, averages=bool(self._ema))
         self._only_spec = ALLOCATORS[strategy.settings.planner.allocator].traits.only_spec
-        self._validate = _validation(strategy, val_batches) if val_batches else None
         self._before_first_step: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
@@ -166,14 +162,31 @@ class Probe:
         with silent(self.module), self._before_first_step():
             footprint = probe_footprint(
                 self.module,
-                run_micro_batch=lambda: self._loss(self._batch_on_device()),
-                run_validation_batch=self._validate,
-                micro_batch=self._micro_batch,
+                run_micro_batch=lambda: self._loss(self._on_device(self._batch)),
+                run_validation_batch=self._validate if self._val_batches else None,
+                micro_batch=num_samples(self._batch),
                 accumulation=max(self.accumulation, 2) if self._keeps_gradients else self.accumulation,
                 context_bytes=context_bytes,
                 released_blocks=released,
             )
-        return with_averages(footprint, self._ema, module=self.module, validates=self._validate is not None)
+        return with_averages(footprint, self._ema, module=self.module, validates=bool(self._val_batches))
+
+    def _on_device(self, batch: Any, **kwargs: Any) -> Any:
+        return self._strategy.batch_to_device(self._strategy.precision_plugin.convert_input(batch), **kwargs)
+
+    def _loss(self, moved: Any) -> Tensor:
+        """The loss of training_step, under the precision plugin's context, on a batch that was moved."""
+        out = self._strategy.training_step(*step_arguments(self.module.training_step, moved))
+        loss = out["loss"] if isinstance(out, dict) else out
+        if not isinstance(loss, Tensor):
+            raise TypeError("training_step returned no loss for the first batch")  # as Lightning lets it skip one
+        return loss
+
+    def _validate(self) -> None:
+        for index, batch in enumerate(self._val_batches):
+            number = index if len(self._val_batches) > 1 else None
+            moved = self._on_device(batch, dataloader_idx=index)
+            self._strategy.validation_step(*step_arguments(self.module.validation_step, moved, dataloader_idx=number))
 
     def rest_seconds(
         self, specs: Sequence[OptimizerSpec], *, max_s: float, released: Sequence[Sequence[Tensor]]
@@ -187,7 +200,7 @@ class Probe:
         with silent(self.module), self._before_first_step(), torch.random.fork_rng(devices=devices, device_type="cuda"):
             return rehearse(
                 self._loss,
-                batch=self._batch_on_device(),
+                batch=self._on_device(self._batch),
                 module=self.module,
                 params=params,
                 device=device,
@@ -219,27 +232,3 @@ def upkeep_bytes(*, clips: bool, averages: bool) -> int:
     """Bytes per element that a step moves beside forward, backward and the optimizer: the check for non-finite
     elements, clipping and averaging, all in float32."""
     return 4 + (CLIP_BYTES if clips else 0) + (12 if averages else 0)
-
-
-def _training(strategy: Any) -> Callable[[Any], Tensor]:
-    """A callable: training_step under the precision plugin's context on a batch that was moved; returns the loss."""
-
-    def run(moved: Any) -> Tensor:
-        out = strategy.training_step(*step_arguments(strategy.lightning_module.training_step, moved))
-        loss = out["loss"] if isinstance(out, dict) else out
-        if not isinstance(loss, Tensor):
-            raise TypeError("training_step returned no loss for the first batch")  # as Lightning lets it skip one
-        return loss
-
-    return run
-
-
-def _validation(strategy: Any, batches: Sequence[Any]) -> Callable[[], None]:
-    def run() -> None:
-        for index, batch in enumerate(batches):
-            number = index if len(batches) > 1 else None
-            moved = strategy.batch_to_device(strategy.precision_plugin.convert_input(batch), dataloader_idx=index)
-            arguments = step_arguments(strategy.lightning_module.validation_step, moved, dataloader_idx=number)
-            strategy.validation_step(*arguments)
-
-    return run
