@@ -228,6 +228,11 @@ HEADS = {
     "actor and critic": (of(trunk=line(8, 16), actor=nn.Linear(16, 4), critic=nn.Linear(16, 1)), []),
     "actor and critic of layers": (of(actor=line(8, 16, 4), critic=line(8, 16, 1)), []),
     "before a table": (of(embedding=nn.Embedding(9, 8), t=encoder_layers(), transform=nn.Linear(8, 8)), []),
+    "a pooler": (of(patch=nn.Conv2d(3, 8, 4), t=encoder_layers(), pooler=nn.Linear(8, 8)), []),
+    "tokens as an mlp is wide": (of(embed=nn.Embedding(16, 8), t=encoder_layers(), out=nn.Linear(8, 16)), ["out"]),
+    "before a second table": (of(embed=nn.Embedding(9, 8), embed_more=nn.Embedding(9, 6), t=encoder_layers(),
+                                 project=nn.Linear(8, 6)), []),
+    "codebooks": (of(q=nn.ModuleList(of(inner=nn.Linear(8, 4), book=nn.Embedding(9, 4)) for _ in range(2))), []),
 }  # fmt: skip
 UNET = {"down": nn.Conv2d(3, 8, 3), "up": nn.Conv2d(8, 3, 3)}
 HEADS |= {f"a U-Net's {name}": (of(**UNET, **{name: line(8, 16, 16)}), []) for name in ("time_mlp", "t_proj", "cond")}
