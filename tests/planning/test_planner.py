@@ -54,6 +54,13 @@ def test_a_spec_whose_step_needs_much_is_done_without_or_paid_for():
     assert set(rich.allocation.choices.values()) == {"adamw"} and rich.peak_bytes == 23 * MIB + ADAMW
 
 
+def test_a_planner_with_another_budget_leaves_this_one_as_it_was():
+    mine, tight = planner(memory(9 * MIB + ADAMW), footprint=FOOTPRINT), memory(9 * MIB + ADAMW // 4)
+    plan = mine.propose()
+    assert mine.with_budget(tight).propose() == planner(tight, footprint=FOOTPRINT).propose() != plan
+    assert mine.propose() == plan and mine.budget == plan.budget
+
+
 def test_a_step_that_a_footprint_does_not_know_is_no_step_without_temporaries():
     known = replace(FOOTPRINT, step_temporary_bytes={"adamw": 7 * MIB, "lion": 9 * MIB})
     peaks = [known.peak_bytes(state_bytes=0, specs=specs) for specs in (("adamw",), ("adamw@streamed", "lion"))]
