@@ -5,7 +5,7 @@ budget, the allocator's plan, and its permutation as a control (`baoc.planning.p
 names its blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,7 @@ def write_entrants(
     entrants = proposals(planner, recipes=requested, seed=config.seed)
     if requested is not None:
         entrants = [entrant for entrant in entrants if entrant.recipe is not None]
-        missing = [recipe.name for recipe in requested if recipe.name not in {entrant.name for entrant in entrants}]
-        if missing:
-            console.say(
-                f"not raced, as the budget does not hold it or catalogue.specs lacks what it runs: {', '.join(missing)}"
-            )
+        say_left_out(config.race.recipes, racing={entrant.name for entrant in entrants})
     if not any(entrant.uniform for entrant in entrants):
         raise _nothing_fits(planner, recipes=requested or list(RECIPES.values()))
     steps = config.trainer.max_steps
@@ -105,6 +101,15 @@ def write_entrants(
     }
     files.write_json(run_dir / ENTRANTS_FILE, content)
     console.say(f"a race would try {', '.join(entrant.name for entrant in entrants)}")
+
+
+def say_left_out(requested: Sequence[str], *, racing: Collection[str]) -> None:
+    """Prints which of race.recipes are not among the entrants."""
+    names = [find_recipe(name).name for name in requested]
+    if left_out := [name for name in names if name not in racing]:
+        console.say(
+            f"not raced, as the budget does not hold it or catalogue.specs lacks what it runs: {', '.join(left_out)}"
+        )
 
 
 def recipe_of(proposal: Proposal) -> Recipe:

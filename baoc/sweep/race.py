@@ -44,7 +44,7 @@ from baoc.racing.course import (
     RunEnd,
     course,
 )
-from baoc.racing.entrants import ENTRANTS_FILE, Racer, RaceTarget, read_target
+from baoc.racing.entrants import ENTRANTS_FILE, Racer, RaceTarget, read_target, say_left_out
 from baoc.racing.records import MAX_EPOCH_RATIO, RaceScale, num_epochs, stage_name
 from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.gpu_slots import find_gpus
@@ -206,6 +206,9 @@ class RaceRun:
         if plan is None:
             return None
         scale, racers, rates, cap_s = plan
+        waiting = [racer.name for racer in self.target.racers if racer not in racers and not racer.entrant.control]
+        if waiting:
+            say(f"not raced, as there is no time for it: {', '.join(waiting)}")
         self.target = replace(self.target, racers=tuple(racers))
         if warning := self._epochs_warning(scale):
             say(f"warning: the race {warning}; what is best in few epochs is often what overfits first in many")
@@ -359,6 +362,7 @@ class RaceRun:
             self._plan_in_process()
             write_json(file, read_json(self.folder / TARGET_PLAN_FOLDER / ENTRANTS_FILE))
         target = read_target(file)
+        say_left_out(self.config.race.recipes, racing={racer.name for racer in target.racers})
         for racer in target.racers:
             builtin = RECIPES.get(racer.name)
             if builtin is None or replace(racer.recipe, share=None) != replace(builtin, share=None):

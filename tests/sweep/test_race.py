@@ -19,13 +19,22 @@ from baoc.cli.jobs import RACE_SETUP_FILE, with_race_command
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
 from baoc.errors import BadInputError, TrainingFailedError
-from baoc.racing.course import DONE, FAILED, RaceSettings, RunEnd, course
+from baoc.racing.course import DONE, FAILED, OutOfTimeError, RaceSettings, RunEnd, course
 from baoc.racing.entrants import ENTRANTS_FILE, read_target
 from baoc.racing.records import RACE_FILE, RaceScale, find_race, race_family, resolve_raced_recipe
 from baoc.racing.verdict import Entrant
 from baoc.sweep import race as race_module
 from baoc.sweep.gpu_slots import Gpu
-from baoc.sweep.race import Pace, inherited_overrides, predict_seconds, race_before_run, race_command, run_race
+from baoc.sweep.race import (
+    Pace,
+    RacePlan,
+    RaceRun,
+    inherited_overrides,
+    predict_seconds,
+    race_before_run,
+    race_command,
+    run_race,
+)
 from baoc.sweep.storage import open_study
 from baoc.tracking.files import read_json
 from tests.support.commands import start_script
@@ -590,6 +599,24 @@ def test_an_entrant_all_of_whose_runs_fail_leaves_and_only_a_stage_without_other
 def test_settings_of_a_race_are_refused_in_a_sentence(words: list[str], told: str):
     with pytest.raises(BadInputError, match=told):
         from_hydra(compose(["model=vit", *words]))
+
+
+def test_what_a_race_leaves_out_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def two(race: RaceRun, cap_s: float | None) -> RacePlan:
+        return RacePlan(RaceScale(size="tiny", num_params=1000, steps=400), race.target.racers[:2], (1.0,), cap_s)
+
+    def no_time(*_: object):
+        raise OutOfTimeError
+
+    monkeypatch.setattr(RaceRun, "fit_cap", two)
+    monkeypatch.setattr(RaceRun, "run_course", no_time)
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean", "adamw4", "permuted"))
+    assert raced(tmp_path, "race.recipes=[muon8_lean,scale8]", cap_s=60.0) is None
+    said = capsys.readouterr().out
+    assert "the budget does not hold it or catalogue.specs lacks what it runs: scale8\n" in said
+    assert "not raced, as there is no time for it: adamw4\n" in said
 
 
 @pytest.mark.parametrize("cap_s", [None, 60.0])
