@@ -1,12 +1,11 @@
 """Maps every expected way to fail to one message and one exit code. Other errors are bugs and show their traceback."""
 
-import sys
 import traceback
 from dataclasses import dataclass
 
 from baoc.cli.hydra_errors import translate_error
 from baoc.core import own_code
-from baoc.core.commands import INTERRUPTED, is_interrupt, silence_broken_pipe, system_error
+from baoc.core.commands import INTERRUPTED, is_interrupt, silence_broken_pipe, system_error, tell
 from baoc.errors import BadInputError, BaocError
 
 BUG_EXIT_CODE = 1
@@ -64,7 +63,6 @@ def report(failure: Failure, *, where: str = "") -> None:
     """Prints a failure on stderr: its traceback, if it has one, and its message after `where`."""
     text = f"{where}{failure.message}".strip()
     if failure.details:
-        print(failure.details, file=sys.stderr)
+        tell(failure.details)
     if text:
-        prefix = "baoc: " if failure.exit_code == INTERRUPTED else "baoc: error: "
-        print(f"{prefix}{text}", file=sys.stderr, flush=True)
+        tell(f"{'baoc: ' if failure.exit_code == INTERRUPTED else 'baoc: error: '}{text}")

@@ -53,12 +53,12 @@ def command(main: Callable[[Arguments], int | None]) -> Callable[..., int]:
             if silence_broken_pipe(error):
                 return INTERRUPTED
             if is_interrupt(error):
-                print("baoc: interrupted", file=sys.stderr)
+                tell("baoc: interrupted")
                 return INTERRUPTED
             expected = error if isinstance(error, BaocError) else system_error(error)
             if expected is None and not isinstance(error, OSError):
                 raise
-            print(f"baoc: error: {expected or error}", file=sys.stderr)
+            tell(f"baoc: error: {expected or error}")
             return (expected or BadInputError).exit_code
 
     return run
@@ -77,7 +77,30 @@ def open_missing_streams() -> None:
 def silence_broken_pipe(error: BaseException) -> bool:
     """Whether stdout's reader has closed it, as in `--list specs | head`. Then stdout becomes the null device."""
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _silence(1)
+        return True
+    return False
+
+
+def _silence(descriptor: int) -> None:
+    """Makes it the null device: what waits in its buffer would fail again when Python ends, with another exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def tell(text: str) -> None:
+    """Prints on stderr. Where that cannot be written, the exit code alone tells."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(2)
+
+
+def _output_is_full() -> bool:
+    """Whether it is stdout that has no room: what could not be written waits in its buffer."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _silence(1)
         return True
     return False
 
@@ -95,6 +118,11 @@ def system_error(error: BaseException) -> BaocError | None:
         if isinstance(cause, FileNotFoundError) and cause.errno and cause.filename is None:  # os.getcwd
             return BadInputError("the folder that the command runs in is gone: change to another one")
         if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:
+            if cause.filename is None and _output_is_full():
+                return OutputError(
+                    "no space left for what the command prints: free space where its standard output goes, or send "
+                    "that elsewhere (>FILE); files of a run are not concerned"
+                )
             return disk_full_error(cause, cause.filename)
         if isinstance(cause, OSError) and _made_a_folder(cause):
             return OutputError(

@@ -10,7 +10,8 @@ tests that call the changed function, those that told its mutants before first, 
 such a fork without a mutant is left out. `timeout`: a test took
 over three times its processor time and 2 s; other processes of the machine tell nothing. mutants_all.csv in
 --out or experiments/results gets a row per mutant (module, mutant, status, and the line before and after where no test
-told it), in place of the module's rows before. What --seconds cut short is `not checked`. The exit code is 0.
+told it), in place of the module's rows before; rows of functions that are gone or renamed are dropped and told. What
+--seconds cut short is `not checked`. The exit code is 0.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 
@@ -308,18 +309,20 @@ def function_of(mutant: str) -> str:
 
 
 def record(rows: list[dict[str, str]], path: Path, *, only: str) -> None:
-    """Writes the rows in place of the earlier ones of their modules, of the names that were asked for, and without
-    those of functions that are gone."""
-    modules = {row["module"] for row in rows}
-    kept: list[dict[str, str]] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            kept = [
-                row
-                for row in csv.DictReader(file)
-                if (row["module"] not in modules or not fnmatch.fnmatch(row["mutant"], only))
-                and function_of(row["mutant"]) in functions_in(ROOT / row["module"])
-            ]
+    """Writes the rows in place of the earlier ones of their modules, of the names that were asked for. Those of
+    functions that are gone, also by another name, are dropped, which is said."""
+    modules, kept = {row["module"] for row in rows}, list[dict[str, str]]()
+    gone: Counter[str] = Counter()
+    with path.open(newline="") if path.exists() else nullcontext(()) as file:
+        for row in csv.DictReader(file):
+            if function_of(row["mutant"]) not in functions_in(ROOT / row["module"]):
+                gone[f"{row['module']}: {function_of(row['mutant'])}"] += 1
+            elif row["module"] not in modules or not fnmatch.fnmatch(row["mutant"], only):
+                kept.append(row)
+    for function, count in gone.items():
+        print(
+            f"{function} is gone or has another name, and its {count} rows go: try its campaign as a whole", flush=True
+        )
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()

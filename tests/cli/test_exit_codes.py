@@ -163,7 +163,11 @@ def test_full_output_and_a_reader_that_has_gone(run_python):
     gone = "import os, sys\nreading, writing = os.pipe()\nos.close(reading)\nos.dup2(writing, 1)\n"
     for words in (["--list", "specs"], ["--version"]):
         body = f"import runpy\nsys.argv = ['x', *{words}]\nrunpy.run_module('baoc', run_name='__main__')\n"
-        assert run_python(full + body).returncode == code_of("a full disk")
+        done = run_python(full + body)
+        assert done.returncode == code_of("a full disk") and done.stderr == (
+            "baoc: error: no space left for what the command prints: free space where its standard output goes, or "
+            "send that elsewhere (>FILE); files of a run are not concerned\n"
+        )
         done = run_python(gone + body)
         assert (done.returncode, done.stderr) == (code_of("a reader"), "")
 
@@ -187,7 +191,7 @@ def test_a_status_that_is_shown_again_and_again_ends_at_ctrl_c(monkeypatch: pyte
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-", "2>/dev/full"])
 @pytest.mark.parametrize(
     ("words", "ending"), [("baoc --list specs", "done"), ("baoc.frontier.report nowhere", "a path")]
 )
