@@ -96,12 +96,12 @@ def tell(text: str) -> None:
 
 
 def _output_is_full() -> bool:
-    """Whether it is stdout that has no room: what could not be written waits in its buffer."""
+    """Whether it is stdout that has no room, told by a line end: nothing is kept of what could not be written."""
     try:
-        sys.stdout.flush()
-    except OSError:
+        os.write(1, b"\n")
+    except OSError as error:
         _silence(1)
-        return True
+        return error.errno in DISK_FULL_ERRNOS
     return False
 
 
