@@ -67,7 +67,7 @@ class Least:
     Another process measures the same step up to a few of the allocator's pages larger or smaller. `footprint` was
     measured within the named budget, with `recomputed` layers. `entry`: the decision within it, with the options that
     were refused; None where none were searched. Nothing is kept of a loop whose module is not known, of one after
-    something was compiled in its process, and of several ranks.
+    something was compiled in its process, and of fully_shard. Of several ranks the first keeps and reads it.
     """
 
     num_bytes: int

@@ -36,7 +36,7 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.offload import weight_conversion_bytes
 from baoc.optim.shards import is_sharded, largest_shard, local_shard
-from baoc.parallel import SINGLE_PROCESS, Ranks, ranks, refusal
+from baoc.parallel import SINGLE_PROCESS, Ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.budgeted import MEASURED, PlannerSettings, blocks_of_choice, may_use_host
 from baoc.planning.candidates import why_inapplicable
@@ -207,7 +207,8 @@ class Session:
             known_footprint: A footprint by which this very step was found to fit.
 
         Raises:
-            InfeasibleBudgetError: No plan fits. On one GPU the memory budget that it names was planned for, if any was.
+            InfeasibleBudgetError: No plan fits. On a GPU, and without fully_shard, the memory budget that it names was
+                planned for, if any was.
             BadInputError: The host lacks the memory of a plan, or the device has no room to time a step.
         """
 
@@ -236,7 +237,7 @@ class Session:
         except InfeasibleBudgetError as error:
             # The least bytes of a state budget were counted, not measured; those of a recipe are the recipe's own.
             exact = self.budget.memory_bytes is None or self.settings.planner.recipe is not None
-            if exact or not needs_confirmation(self.device, error):
+            if exact or not needs_confirmation(self.device, error, sharded=self._sharded):
                 raise
             refusal = error.without_frames()
         raise self.confirm_refusal(refusal, replan=replan, key=key())
@@ -244,16 +245,19 @@ class Session:
     def _least_key(self, measurer: Measurer) -> dict[str, Any] | None:
         """What the least budget of a refusal rests on; None if it is not confirmed, or if the step is not known."""
         module = self.module
-        if module is None or self.budget.memory_bytes is None or not confirms(self.device):
+        if module is None or self.budget.memory_bytes is None or not confirms(self.device, sharded=self._sharded):
             return None
         if (inputs := measurer.inputs) is None:
             return None
         common = {"infos": self.infos, "settings": self.settings, "budget": self.budget, "device": self.device}
         return least_key_of_step(inputs, network=module, **common)
 
+    def _load_least(self, key: Mapping[str, Any] | None) -> Least | None:
+        return self.ranks.broadcast_result(lambda: load_least(key) if key is not None else None)
+
     def _named_before(self, key: Mapping[str, Any] | None, measured: Sequence[Footprint]) -> Least | None:
         """What an earlier process named of this very step, of which these footprints are; None if there is nothing."""
-        least = load_least(key) if key is not None else None
+        least = self._load_least(key)
         if least is None or least.recomputed != self._num_recomputed() or not any(map(least.is_of, measured)):
             return None
         return least
@@ -268,14 +272,14 @@ class Session:
         Afterwards `plan` and `planner` belong to one of these budgets and must not be used.
         """
         budget, least = self.budget, None
-        known = load_least(key) if key is not None else None
+        known = self._load_least(key)
         log.info("no plan fits budget %s: larger ones are measured for the least", budget.name)
         planned: dict[int, Least] = {}
 
         def plan_at(num_bytes: int) -> int:
             clear_cache(self.device)
             self.budget = replace(budget, memory_bytes=num_bytes)
-            cap_device(self.device, budget=self.budget)
+            self.ranks.run_or_raise_on_all(lambda: cap_device(self.device, budget=self.budget))
             replan()
             if self.planner.footprint is not None:
                 planned[num_bytes] = Least(
@@ -289,9 +293,12 @@ class Session:
                 again = self._named_before(key, [planned[known.num_bytes].footprint])
                 least = None if again is None else again.num_bytes
         if least is None:
-            page_start = partial(least_budget_with_same_pages, self.device)
+
+            def page_start(num_bytes: int) -> int:
+                return self.ranks.broadcast(least_budget_with_same_pages(self.device, num_bytes))
+
             least = least_confirmed_bytes(refusal, plan_at=plan_at, page_start=page_start)
-            if key is not None and least is not None:
+            if key is not None and least is not None and self.ranks.rank == 0:
                 keep_least(key, planned[least], device=self.device)
         self.budget = budget
         if self.settings.checkpointing == "auto" and self.module is not None:
@@ -847,19 +854,20 @@ def make_profiler(
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def needs_confirmation(device: torch.device, refusal: InfeasibleBudgetError) -> bool:
+def needs_confirmation(device: torch.device, refusal: InfeasibleBudgetError, *, sharded: bool) -> bool:
     """True if a run with the budget that a memory refusal names may need other bytes.
 
     Under a cap torch's allocator reserves less for the same step, and the refusal may rest on a measurement without the
     cap, or with bf16 weights.
     """
     other_limit = refusal.least_step_s is not None or refusal.least_host_bytes is not None
-    return confirms(device) and refusal.budget_bytes > 0 and not other_limit
+    return confirms(device, sharded=sharded) and refusal.budget_bytes > 0 and not other_limit
 
 
-def confirms(device: torch.device) -> bool:
-    """True if refusals on this device are confirmed. Elsewhere bytes are counted, the same in each process."""
-    return device.type == "cuda" and ranks() is SINGLE_PROCESS
+def confirms(device: torch.device, *, sharded: bool = False) -> bool:
+    """True if refusals on this device are confirmed. Elsewhere bytes are counted, the same in each process. Under
+    fully_shard a step that runs out of memory in its middle may spoil later ones."""
+    return device.type == "cuda" and not sharded
 
 
 def keep_least(key: Mapping[str, Any], least: Least, *, device: torch.device) -> None:

@@ -155,7 +155,7 @@ def test_a_refusal_names_a_budget_within_which_an_option_fits(
     seen: list[Any] = []
     given = lambda *_, budget, **__: caps.append(budget.memory_bytes)  # noqa: E731
     monkeypatch.setattr("baoc.training.measure.microbatch_search.cap_device", given)
-    monkeypatch.setattr("baoc.training.measure.microbatch_search.needs_confirmation", lambda *_: True)
+    monkeypatch.setattr("baoc.training.measure.microbatch_search.needs_confirmation", lambda *_, **__: True)
 
     def within(trials: MicroBatchRunner, *given: Any, **named: Any) -> MicroBatchMeasurement:
         seen.append(trials.module)

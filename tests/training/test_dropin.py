@@ -257,7 +257,7 @@ def test_statistics_from_before_a_decision_are_said_to_be_left_out_after_it():
 def test_a_refused_state_budget_is_not_tried_as_bytes_of_memory(monkeypatch: pytest.MonkeyPatch):
     """A stand-in for a GPU, whose refusals of memory are planned for."""
     caps: list[object] = []
-    monkeypatch.setattr("baoc.training.session.needs_confirmation", lambda *_: True)
+    monkeypatch.setattr("baoc.training.session.needs_confirmation", lambda *_, **__: True)
     monkeypatch.setattr("baoc.training.session.cap_device", lambda _, *, budget: caps.append(budget.memory_bytes))
     model, loss = make()
     with pytest.raises(InfeasibleBudgetError, match=r"optimizer state .*budget=state_100"):

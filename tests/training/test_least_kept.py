@@ -6,6 +6,7 @@ to OFF it is the same step, and CHANGED stands for one that some helper, flag or
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from baoc.training import run as training
 from baoc.types import Budget
 from baoc.units import MIB
 from tests.support.classifier import Classifier, fit, loader
+from tests.support.ranks import group, in_processes
 from tests.support.training_runs import brief, config
 
 Door = Callable[[int, Path], object]
@@ -38,19 +40,24 @@ class Process:
 
 @pytest.fixture
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
-    one, counted = Process(), PeakMeter.peak_bytes.fget
+    one = Process()
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    measure_as(one, patch=monkeypatch)
+    with brief():
+        yield one
+
+
+def measure_as(process: Process, *, patch: pytest.MonkeyPatch) -> None:
+    counted = PeakMeter.peak_bytes.fget
     assert counted is not None
 
     def peak_bytes(meter: PeakMeter) -> int:
-        return counted(meter) + one.more
+        return counted(meter) + process.more
 
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(PeakMeter, "peak_bytes", property(peak_bytes))
-    monkeypatch.setattr("baoc.training.session.MAX_CONFIRMATIONS", 4)  # what is named is enough, if not the least
+    patch.setattr(PeakMeter, "peak_bytes", property(peak_bytes))
+    patch.setattr("baoc.training.session.MAX_CONFIRMATIONS", 4)  # what is named is enough, if not the least
     for module in ("session", "plain_loop", "measure.microbatch_search"):
-        monkeypatch.setattr(f"baoc.training.{module}.confirms", lambda _: True)
-    with brief():
-        yield one
+        patch.setattr(f"baoc.training.{module}.confirms", lambda *_, **__: True)
 
 
 def command(num_bytes: int, folder: Path, **changes: Any) -> object:
@@ -114,6 +121,32 @@ def test_what_one_process_names_trains_in_the_next_and_a_byte_less_is_refused(
             assert said[0] == said[1] and f"{least} bytes" in said[0], "by the same sentence"
             assert again.least_feasible_bytes == least
         door(least, tmp_path / f"{more}")
+
+
+def budgets_of_a_rank(rank: int, size: int, store: Path, *, more: int, budgets: list[int]) -> list[int]:
+    """What is named for each budget; 0 where it trains."""
+    process, named = Process(), list[int]()
+    process.more = more + rank * SMALL_PAGE
+    with group(rank, size, store=store), pytest.MonkeyPatch.context() as patch:
+        measure_as(process, patch=patch)
+        for num_bytes in budgets:
+            try:
+                plain_loop(num_bytes, store)
+                named.append(0)
+            except InfeasibleBudgetError as error:
+                named.append(error.least_feasible_bytes)
+    return named
+
+
+@pytest.mark.slow
+def test_ranks_name_what_the_first_of_them_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    first, same = in_processes(partial(budgets_of_a_rank, more=20 * MIB, budgets=[4000]))
+    (least,) = first
+    assert first == same and least > 4000 + 20 * MIB and len(list((tmp_path / "cache").glob("decision-*"))) == 1
+    for more in (20 * MIB - OFF, 20 * MIB + OFF):
+        ranks = in_processes(partial(budgets_of_a_rank, more=more, budgets=[least - 1, 4000, least]))
+        assert ranks == [[least, least, 0]] * 2
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -151,8 +151,8 @@ def decide(
     Random numbers and weights are as before.
 
     Raises:
-        InfeasibleBudgetError: No option fits; it names the least budget that one would need. On one GPU an option was
-            found to fit within that memory budget, if any was.
+        InfeasibleBudgetError: No option fits; it names the least budget that one would need. On a GPU, and without
+            fully_shard, an option was found to fit within that memory budget, if any was.
     """
     phases = PhaseTimer()
     with _restored(config, task=task, device=device) as stack:
@@ -167,7 +167,7 @@ def decide(
             entry, choice = search.ranks.broadcast_result(lambda: load_decision(cache_key)), None
             allowed = search.budget.memory_bytes
             kept_least = least_key(cache_key)
-            may_be_kept = entry is None and allowed is not None and confirms(search.device)
+            may_be_kept = entry is None and allowed is not None and confirms(search.device, sharded=search.sharded)
             least = load_least(kept_least) if may_be_kept else None
             too_little = least is not None and (allowed or 0) < least.num_bytes
         # An earlier process refused or decided this step: one measurement confirms it. Else options are searched.
@@ -203,10 +203,10 @@ def decide(
                 no_option_fits, options, budget=search.budget, axes=search.axes, specs=search.planner.specs
             )
             refusal = refuse()
-            searched = search.device
+            searched, sharded = search.device, search.sharded
             if choice is None and least is not None:
                 raise refuse(least_bytes=least.num_bytes)
-            if not needs_confirmation(searched, refusal):
+            if not needs_confirmation(searched, refusal, sharded=sharded):
                 raise refusal
             del search
             stack.close()  # the device is as it was before
@@ -220,7 +220,7 @@ def decide(
                 ),
                 page_start=partial(least_budget_with_same_pages, searched),
             )
-            if found is not None and confirms(searched):
+            if found is not None:
                 decided = replace(within[found], options=tuple(options), run_s=math.inf)
                 recomputed, footprint = decided.chosen.recomputed, decided.footprint
                 kept = Least(num_bytes=found, footprint=footprint, recomputed=recomputed, entry=decided)
