@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic
+from traceback import print_exception
 from typing import Any, TypeVar
 
 from baoc.errors import BadInputError, BudgetBreachedError, TrainingFailedError
@@ -26,7 +28,7 @@ LAUNCHERS = (
     ("submitit", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_GLOBALID"),
 )
 _INTERACTIVE = ("bash", "interactive")  # names of Slurm jobs that are a shell; the same as Lightning's
-PEER_TIMEOUT_S = 120.0  # how long a rank with an error waits for ranks that may hang in a collective of the same step
+PEER_TIMEOUT_S = 20.0  # that a rank with an error waits for ranks that may hang in a collective of the same step
 
 REFUSED = {
     "run": (
@@ -179,7 +181,7 @@ class Ranks:
 
         A rank raises its own Exception, or else that of the lowest rank with one. `has_collectives`: `make` calls
         collectives itself, as forward does under fully_shard. Other ranks may then hang inside it, so a rank with an
-        error waits for them for PEER_TIMEOUT_S at most.
+        error waits for them for as long as its own call took and PEER_TIMEOUT_S at most.
         """
         return make()
 
@@ -234,24 +236,26 @@ class ProcessGroupRanks(Ranks):
         return result if self.rank == 0 else received
 
     def run_or_raise_on_all(self, make: Callable[[], T], *, has_collectives: bool = False) -> T:
+        began = monotonic()
         result, error = _result_or_error(make)
+        took_s = monotonic() - began
         failed = self._torch.tensor([error is not None], dtype=self._torch.int64)
         work = self._dist.all_reduce(failed, op=self._dist.ReduceOp.MAX, group=self._gloo, async_op=True)
         try:
             if has_collectives and error is not None:
-                work.wait(timedelta(seconds=PEER_TIMEOUT_S))
+                work.wait(timedelta(seconds=took_s + PEER_TIMEOUT_S))
             else:
                 work.wait()
-        except RuntimeError:
-            if error is None:
+        except RuntimeError as unheard:
+            if error is None or "timed out" not in str(unheard).lower():  # another rank is gone
                 raise
-            if type(error).__name__ != "OutOfMemoryError":
-                raise error from None
-            # Not an OutOfMemoryError: callers would go on with a smaller step, but the others hang in this one.
-            raise BudgetBreachedError(
-                f"rank {self.rank} alone ran out of memory, in a step that the others are in the middle of ({error}): "
-                "lower micro_batch, or give a larger budget"
-            ) from error
+            # Not the error's own class: callers may go on from that one, while the others hang in this step.
+            in_step = f"in a step that the others are in the middle of ({error})"
+            if type(error).__name__ == "OutOfMemoryError":
+                advice = "lower micro_batch, or give a larger budget"
+                raise BudgetBreachedError(f"rank {self.rank} alone ran out of memory, {in_step}: {advice}") from error
+            print_exception(error)
+            raise TrainingFailedError(f"rank {self.rank} alone failed, {in_step}") from error
         if not failed.item():
             return result
         errors = [packed for packed in self.all_gather(_pack(error)) if packed is not None]

@@ -190,17 +190,16 @@ def warm_up_communicator(device: torch.device) -> None:
 
 
 def check_codec_groups(info: ParamInfo, *, states: Mapping[str, tuple[int, int]], shard: Shard, spec: str) -> None:
-    """Raises BadInputError if a rank's rows of a state end within a group of its codec.
+    """Raises BadInputError if rows of a state are no whole groups of its codec and ranks do not share NUM_ROW_PARTS.
 
     `states`: state -> (its elements on all ranks, elements of a group).
     """
-    rows, size = shard.param.shape[0], shard.group.size
-    for numel, group_size in states.values():
-        ends = [min(rank * -(-rows // size), rows) * (numel // max(rows, 1)) for rank in range(size)]
-        if any(end % group_size for end in ends):
-            raise refusal(
-                "edges", name=info.name, shape=tuple(shard.param.shape), size=size, spec=spec, parts=NUM_ROW_PARTS
-            )
+    rows, size = max(shard.param.shape[0], 1), shard.group.size
+    in_parts = any(numel % (rows * group_size) for numel, group_size in states.values())
+    if in_parts and NUM_ROW_PARTS % size:  # else a rank's rows are some of these parts, of which checkpoints are made
+        raise refusal(
+            "edges", name=info.name, shape=tuple(shard.param.shape), size=size, spec=spec, parts=NUM_ROW_PARTS
+        )
 
 
 def common_group(shards: Mapping[str, Shard]) -> ShardGroup | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from baoc import parallel
-from baoc.errors import BudgetBreachedError
+from baoc.errors import BudgetBreachedError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer
 from baoc.parallel import ranks
 from tests.support.ranks import group, in_processes
@@ -48,10 +48,13 @@ def unheard(rank: int, raised_file: Path) -> str:
     if rank == 0:
         wait_until(raised_file.is_file, what="the other rank's error")
         return ""
-    with mock.patch.object(parallel, "PEER_TIMEOUT_S", 0.2), pytest.raises(BudgetBreachedError) as raised:
-        mine.run_or_raise_on_all(out_of_memory, has_collectives=True)
+    told = ""
+    for make, kind in ((out_of_memory, BudgetBreachedError), (lambda: [][0], TrainingFailedError)):
+        with mock.patch.object(parallel, "PEER_TIMEOUT_S", 0.2), pytest.raises(kind) as raised:
+            mine.run_or_raise_on_all(make, has_collectives=True)
+        told += f"{raised.value}. "
     raised_file.touch()
-    return str(raised.value)
+    return told
 
 
 def out_of_memory() -> None:
@@ -80,7 +83,8 @@ def test_ranks_end_with_equal_weights_that_moved():
     assert (first["unheard"], second["unheard"]) == (
         "",
         "rank 1 alone ran out of memory, in a step that the others are in the middle of (CUDA out of memory): lower "
-        "micro_batch, or give a larger budget",
+        "micro_batch, or give a larger budget. rank 1 alone failed, in a step that the others are in the middle of "
+        "(list index out of range). ",
     )
     start = network().state_dict()
     for spec in SPECS:

@@ -504,6 +504,10 @@ def test_a_group_of_a_codec_never_lies_on_two_ranks() -> None:
     for size in (1, 2, 4, 8, 16, 32):
         check_codec_groups(info, states=states, shard=cut(info.shape, size), spec="adamw_int8")
     with pytest.raises(
+        BadInputError, match="divides 32"
+    ):  # 64 rows are 32 groups, but not of the 32 parts of a checkpoint
+        check_codec_groups(info, states={"m": (192 * 16, 32)}, shard=cut((192, 64), 3), spec="foam_l2_int8")
+    with pytest.raises(
         BadInputError, match=r"w of shape \(2048, 5461\) cannot run adamw_int8 on 3 ranks: .* divides 32"
     ):
         check_codec_groups(info, states=states, shard=cut(info.shape, 3), spec="adamw_int8")
