@@ -177,8 +177,8 @@ def _unnamed_head(source: Any) -> int | None:
 
     1. By name: another one is a head (but `fc`, where it feeds the last), or this one is of a condition or a choice.
     2. By layer: its layer has another one like it.
-    3. By width: a table of tokens takes what it gives, and may be the head. Or two matrices do, as layers hand a width
-       on; but for a table with as many rows, of the tokens that it predicts.
+    3. By width: a table of tokens takes what it gives, and may be the head. Or two matrices take and two give that
+       width, as layers hand it on; but for a table with as many rows, of the tokens that it predicts.
     4. It is one of twins, such as two critics.
     5. It comes after images: convolutions end right before it in fewer channels than they take.
     """
@@ -201,9 +201,13 @@ def _unnamed_head(source: Any) -> int | None:
     rest, width = name.removeprefix(layer or name), tensor.shape[0]
     if rest and any(layers.layer(n) == n.removesuffix(rest) for n in matrices if n != name and n.endswith(rest)):
         return None
-    tables = [t.shape for n, t in matrices.items() if roles[n] is Role.EMBEDDING and t.dim() == 2]
-    takers = [t for t in set(matrices.values()) if t.dim() == 2 and t.shape[1] == width]
-    if any(cols == width for _, cols in tables) or (len(takers) > 1 and all(rows != width for rows, _ in tables)):
+    flat = {n: t.shape for n, t in matrices.items() if t.dim() == 2}
+    # Without a module, what has no bias may be a table. With one, linear layers may be called embeddings.
+    no_tables = {n for n, kind in types.items() if kind.endswith("Linear") or roles.get(n) is not Role.EMBEDDING}
+    no_tables |= {f"{n.removesuffix('bias')}weight" for n, _ in _named(source) if n.endswith("bias")}
+    tables = [shape for n, shape in flat.items() if n != name and n.endswith("weight") and n not in no_tables]
+    hands_on = min(sum(shape[side] == width for shape in flat.values()) for side in (0, 1)) > 1
+    if any(cols == width for _, cols in tables) or (hands_on and all(rows != width for rows, _ in tables)):
         return None
     if _has_twin(name, matrices, roles) or _after_images(matrices, roles, types, layers):
         return None

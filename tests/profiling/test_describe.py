@@ -232,6 +232,8 @@ HEADS = {
     "tokens as an mlp is wide": (of(embed=nn.Embedding(16, 8), t=encoder_layers(), out=nn.Linear(8, 16)), ["out"]),
     "before a second table": (of(embed=nn.Embedding(9, 8), embed_more=nn.Embedding(9, 6), t=encoder_layers(),
                                  project=nn.Linear(8, 6)), []),
+    "two inputs of one number": (of(x=nn.Linear(1, 8), time=nn.Linear(1, 8), mid=line(8, 8), u=nn.Linear(8, 1)), ["u"]),
+    "points that are embedded": (of(embed=nn.Linear(2, 8), mid=line(8, 8), out=nn.Linear(8, 2)), ["out"]),
     "codebooks": (of(q=nn.ModuleList(of(inner=nn.Linear(8, 4), book=nn.Embedding(9, 4)) for _ in range(2))), []),
 }  # fmt: skip
 UNET = {"down": nn.Conv2d(3, 8, 3), "up": nn.Conv2d(8, 3, 3)}
