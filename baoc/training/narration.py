@@ -41,7 +41,7 @@ class Narrator:
         self.by_rank: tuple[int, ...] = ()
         self.layers_summary = ""  # see Session
         self.num_moves = 0  # that were accepted
-        self._stepped = self._begun = False
+        self._stepped = self._begun = self._resumed = False
         self._pid = os.getpid()
         reallocator.optimizer.after_step.append(self._count)
         reallocator.listeners.append(self._moved)
@@ -129,7 +129,9 @@ class Narrator:
         if self.reallocator.planner.footprint is not None and (memory or peak is not None):
             measured = "not measured" if peak is None else format_bytes(peak)
             each = rank_peaks_text(self.by_rank if any(self.by_rank) else ())
-            lines.append(f"peak {measured}{each}, {format_bytes(plan.peak_bytes)} predicted")
+            in_first = self.device.type != "cuda" and not self.reallocator.late_peak_bytes  # no later one is looked at
+            when = " in its first step" if in_first and peak is not None else ""
+            lines.append(f"peak {measured}{each}{when}, {format_bytes(plan.peak_bytes)} predicted")
         limit, held = self._limit_and_held()
         if self.reallocator.deferred_budget is not None:
             lines.append(f"budget {plan.budget.name}: not planned for, as not every optimizer has stepped yet")
@@ -162,7 +164,8 @@ class Narrator:
 
     def resumed(self) -> None:
         """Reports that states were loaded, unless at step 0, when a wrapper such as accelerate only moves them."""
-        if self.verbose and self.reallocator.step:
+        self._resumed = self.reallocator.step > 0
+        if self.verbose and self._resumed:
             say(f"{self.name}: resumed after step {self.reallocator.step}; {self.plan!r}")
 
     def conclude(self) -> None:
@@ -184,13 +187,15 @@ class Narrator:
             self.gather_peaks()
 
     def _moved(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
-        if not self._begun:  # this plan is the first one, made after the first step was measured
+        is_first = not self._begun  # a plan that was made after the first step was measured
+        if is_first:
             self.begin()
-            return
+            if not self._resumed:
+                return
         self.num_moves += event.accepted
         if self.verbose:
             print_reallocation(event)
-            if event.accepted:
+            if event.accepted and not is_first:
                 say(summary_text(plan, title=f"{self.name}: plan from step {event.step} on") + "\n")
         self._log()
 

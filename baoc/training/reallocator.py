@@ -26,8 +26,9 @@ from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.groups import named_params, resolve_spec
 from baoc.optim.shards import largest_shard
 from baoc.parallel import SINGLE_PROCESS, Ranks, refuse_several_processes
+from baoc.planning.budgeted import MEASURED
 from baoc.planning.planner import AS_SAVED, LEAST_STATE, Planner
-from baoc.planning.reallocation.conversion import choices_with_head, restore_plan
+from baoc.planning.reallocation.conversion import binds, choices_with_head, restore_plan
 from baoc.planning.reallocation.late_params import ADAMW_BYTES, FP32_BYTES, LatePlan, plan_late
 from baoc.planning.reallocation.migration_cost import migration_peak
 from baoc.profiling import GradientProfiler, describe, device_peak_bytes
@@ -127,11 +128,13 @@ class Reallocator:
         self.around_migration: Callable[[bool], AbstractContextManager[Any]] = nullcontext
         self.deferred_budget: Budget | None = None
         self.continues_saved_plan = False
+        self._outgrown_budget: Budget | None = None  # of a checkpoint whose plan runs the first step alone
         self.step = 0
         self.last_decision = 0
         self.profiled_since_step = 0
         self.num_accepted = 0
         self._saved_state_bytes: int | None = None  # of the checkpoint that was loaded
+        self._ran_at = None if _is_provisional(plan) else tuning_of(plan) or Tuning()  # None: not known
         self.late: dict[str, ParamInfo] = {}
         self.late_specs: dict[str, str] = {}
         self.late_bytes = 0
@@ -294,16 +297,17 @@ class Reallocator:
 
         def propose() -> Plan:
             if not stays:
-                return self.planner.propose(profile=self.profile)
-            kept = self.planner.resume_plan(
-                plan.allocation.choices,
-                seen_to_fit=True,
-                risk=plan.risk_model,
-                profile=self.profile,
-                gap=plan.allocation.gap,
-            )
-            same = dict(kept.allocation.choices) == dict(plan.allocation.choices)
-            return replace(kept, basis=plan.basis) if same else kept
+                proposal = self.planner.propose(profile=self.profile)
+            else:
+                proposal = self.planner.resume_plan(
+                    plan.allocation.choices,
+                    seen_to_fit=True,
+                    risk=plan.risk_model,
+                    profile=self.profile,
+                    gap=plan.allocation.gap,
+                )
+            same = dict(proposal.allocation.choices) == dict(plan.allocation.choices)
+            return replace(proposal, basis=plan.basis) if same and not _is_provisional(plan) else proposal
 
         proposal = self.ranks.broadcast_result(propose, for_others=_with_chosen_candidates)
         risk_before = self.planner.total_risk(
@@ -319,6 +323,7 @@ class Reallocator:
         if fit.drops_gradients:
             self.optimizer.zero_grad(set_to_none=True)
         event = self._apply(proposal, trigger=trigger, accepted=True, why=why, risk_before=risk_before)
+        event = replace(event, accepted=not stays or bool(event.moves))
         self._notify(event)
         return event
 
@@ -346,6 +351,7 @@ class Reallocator:
         if accepted:
             self.num_accepted += 1
             self.plan = proposal
+            why = "; ".join([why, *self._rates_note()])
         else:
             self.plan = replace(
                 self.plan,
@@ -574,10 +580,12 @@ class Reallocator:
         if planned is None:
             planned = saved.choices != dict(self.planner.least_state_plan().allocation.choices)
         self.continues_saved_plan = self.step > 0 and planned and not changes
+        runs_on = self.step > 0 and planned and dict(plan.allocation.choices) == saved.choices
+        self._outgrown_budget = saved.budget if self.deferred_budget is not None and runs_on and changes else None
         if saved.profiler and self.profiler is None and self.settings.mode == "once":
             notes.append("statistics of gradients are left out, as this optimizer has decided already")
-        self.plan = _with_saved_tuning(plan, saved)
-        notes += _rates_note(self.plan, saved)
+        self.plan, self._ran_at = _with_saved_tuning(plan, saved), saved.tuning if planned else None
+        notes += self._rates_note()
         self.late_specs = dict(saved.late) if not changes else {}
         if self.late and self.late_specs:
             self.replan_late()
@@ -591,6 +599,21 @@ class Reallocator:
                 if not profile_dropped:
                     notes.append("statistics of gradients start anew")
         return changes + notes
+
+    def judge_outgrown_budget(self) -> None:
+        """Once a step is measured: whether a checkpoint's plan goes on under another budget, see `restore_plan`."""
+        outgrown, self._outgrown_budget = self._outgrown_budget, None
+        if outgrown is not None and self.planner.risk_of_saved(self.plan.risk_model, profile=self.profile) == MEASURED:
+            self.continues_saved_plan = not self.ranks.broadcast_result(lambda: binds(outgrown, planner=self.planner))
+
+    def _rates_note(self) -> list[str]:
+        """A clause that names both rates, where what was trained goes on at others than it ran at."""
+        if _is_provisional(self.plan):
+            return []
+        before, self._ran_at = self._ran_at, tuning_of(self.plan) or Tuning()
+        if before is None or before == self._ran_at or not self.step:
+            return []
+        return [f"what ran at {before.text} goes on at {self._ran_at.text}"]
 
     def report_resume(self, moves: Sequence[BlockMove], *, notes: Sequence[str]) -> None:
         """Notifies listeners of a resume that changed something.
@@ -658,9 +681,5 @@ def _with_saved_tuning(plan: Plan, saved: _Saved) -> Plan:
     return replace(plan, basis=Basis(by=plan.basis.by, text=text, lr=tuning.lr, betas=tuning.betas))
 
 
-def _rates_note(plan: Plan, saved: _Saved) -> list[str]:
-    tuning = tuning_of(plan) or Tuning()
-    provisional = plan.basis is not None and plan.basis.by == LEAST_STATE
-    if provisional or saved.tuning is None or saved.tuning == tuning:
-        return []
-    return [f"what ran at {saved.tuning.text} goes on at {tuning.text}"]
+def _is_provisional(plan: Plan) -> bool:
+    return plan.basis is not None and plan.basis.by == LEAST_STATE

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from baoc.config.from_hydra import from_hydra
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import SPECS
 from baoc.core.measured import families
-from baoc.core.recipes import Recipe, tuning_of
+from baoc.core.recipes import Recipe, Tuning, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.data import build_data
 from baoc.models import build_model, unet
@@ -160,6 +161,89 @@ def test_a_resume_under_a_budget_that_asks_for_another_recipe_names_both_rates(
     (event,) = events
     assert event.why.endswith(f"; what ran at {before.text} goes on at {after.text}")
     assert f"{next(iter(before.lr.values())):.3g} times the learning rate for adamw, muon; betas" in before.text
+
+
+class Trained(L.LightningModule):
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int = 0) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.network(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def trained_in_a_loop(network: nn.Module, budget: str, *, path: Path, probed: bool, resumed: bool) -> tuple[Any, Any]:
+    task, batch = Trained(network), torch.zeros(2, 17, dtype=torch.long)
+    probe = (lambda: task.training_step(batch).backward()) if probed else None
+    optimizer, events = BaocOptimizer(task, budget=budget, lr=1e-3, probe=probe), list[Any]()
+    optimizer.reallocator.listeners.append(lambda event, *_: events.append(event))
+    if resumed:
+        optimizer.load_state_dict(torch.load(path))
+    for _ in range(2):
+        optimizer.zero_grad()
+        task.training_step(batch).backward()
+        optimizer.step()
+    torch.save(optimizer.state_dict(), path)
+    return optimizer.plan, events
+
+
+def trained_by_lightning(
+    network: nn.Module, budget: str, *, path: Path, probed: bool, resumed: bool
+) -> tuple[Any, Any]:
+    """Not probed: a step that fails before training, as one does that looks at its callbacks."""
+    task, events = Trained(network), list[Any]()
+    if not probed:
+        task.automatic_optimization = False
+
+        def step(batch: torch.Tensor, batch_idx: int) -> None:
+            optimizer: Any = task.optimizers()
+            optimizer.zero_grad()
+            task.manual_backward(Trained.training_step(task, batch))
+            optimizer.step()
+
+        task.training_step = step
+    strategy = BaocStrategy(budget, reallocation_listeners=[lambda event, *_: events.append(event)])
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", max_steps=4 if resumed else 2, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    loader: Any = DataLoader([torch.zeros(17, dtype=torch.long)] * 4, batch_size=2)
+    trainer.fit(task, loader, ckpt_path=path if resumed else None, weights_only=True if resumed else None)
+    trainer.save_checkpoint(path)
+    return strategy.plan, events
+
+
+@pytest.mark.parametrize("budget", ["the same", "smaller", "larger"])
+@pytest.mark.parametrize("probed", [True, False], ids=["probed", "measured_by_its_first_step"])
+@pytest.mark.parametrize("door", [trained_in_a_loop, trained_by_lightning])
+def test_a_resume_keeps_its_rates_or_names_both(
+    door: Callable[..., tuple[Any, Any]],
+    probed: bool,
+    budget: str,
+    llama: nn.Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Under each memory budget, in a version with a newer table: what runs on at other rates says so, once."""
+    train = partial(door, llama, path=tmp_path / "saved.ckpt", probed=probed)
+    plan, _ = train("8gb", resumed=False)
+    beside = plan.peak_bytes - plan.allocation.state_bytes
+    sizes = {"smaller": 0.05, "the same": 0.3, "larger": 2.0}
+    bytes_at = {name: f"{beside + int(share * plan.state_bytes_adamw)}b" for name, share in sizes.items()}
+    first, _ = train(bytes_at["the same"], resumed=False)
+    use_table_of_parts(monkeypatch)
+    again, events = train(bytes_at[budget], resumed=True)
+    before, after = (tuning_of(one) or Tuning() for one in (first, again))
+    told = [event.why for event in events if "goes on at" in event.why]
+    assert before.lr and [why.endswith(f"what ran at {before.text} goes on at {after.text}") for why in told] == (
+        [True] if before != after else []
+    )
+    assert (before == after) == (budget != "smaller"), (before, after)
+    assert capsys.readouterr().out.count(" goes on at ") == len(told)
 
 
 @pytest.mark.parametrize(("by", "name"), [(None, "layers.0.attention.qk"), ("layer_role", "layers.0.attention")])

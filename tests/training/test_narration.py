@@ -49,7 +49,7 @@ def test_without_a_probe_the_plan_is_told_after_the_first_step_with_its_peak(cap
     told = capsys.readouterr().out
     assert "plan for budget 8gb" in told and "budget 8gb does not bind" in told and "reallocation" not in told
     assert optimizer.budget_met is True
-    assert re.search(r"peak [\d.]+ KiB, [\d.]+ KiB predicted", optimizer.summary())
+    assert re.search(r"peak [\d.]+ KiB in its first step, [\d.]+ KiB predicted", optimizer.summary())
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def restore_plan(
     budget = deferred or planner.budget
     changed = saved is not None and saved != budget and not saved.name == budget.name == AUTO
     notes = [f"the budget was {saved.name}, is {planner.budget.name}"] if saved is not None and changed else []
-    if saved is not None and changed and deferred is None and (risk != MEASURED or _binds(saved, planner=planner)):
+    if saved is not None and changed and deferred is None and (risk != MEASURED or binds(saved, planner=planner)):
         plan = planner.propose(risk=risk, profile=profile)
     else:
         plan = planner.resume_plan(choices, risk=risk, profile=profile, gap=gap)
@@ -107,7 +107,7 @@ def restore_plan(
     return plan, notes
 
 
-def _binds(budget: Budget, *, planner: Planner) -> bool:
+def binds(budget: Budget, *, planner: Planner) -> bool:
     """Whether the budget allows less than what measured best takes; True where it cannot be planned for."""
     if budget.memory_bytes is not None and planner.footprint is None:
         return True

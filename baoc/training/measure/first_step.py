@@ -96,6 +96,7 @@ class FirstStep:
             reallocator.planner.footprint = session.largest_on_ranks(complete)
             reallocator.planner.budget, reallocator.deferred_budget = budget, None
             reallocator.planner.count_profile(profile_bytes, temporary_bytes=temporary_bytes)
+            reallocator.judge_outgrown_budget()
             if reallocator.optimizer.releaser is not None:
                 reallocator.optimizer.releaser.before_block = None
         own_peak = footprint.peak_bytes(state_bytes=state_bytes) - footprint.reserve_bytes
