@@ -123,7 +123,11 @@ class SafeCheckpoint(Checkpoint):
         self._timestamp = 0.0  # in the newest checkpoint, or in the one that the run resumed from
         self._ranks: Ranks = SINGLE_PROCESS
         self._vote = vote or StepVote()
-        self._vote.local_values["checkpoint"] = lambda: float(self._ranks.rank == 0 and self._is_overdue())
+        self._vote.local_values["checkpoint"] = lambda: float(
+            self._ranks.rank == 0
+            and self.every_minutes is not None
+            and monotonic() - self._last_at >= 60 * self.every_minutes
+        )
 
     @property
     def last_path(self) -> Path:
@@ -224,23 +228,16 @@ class SafeCheckpoint(Checkpoint):
             return not accumulating(trainer)
         return is_final_batch(trainer) or (self.every_n_steps is not None and step % self.every_n_steps == 0)
 
-    def _is_overdue(self) -> bool:
-        return self.every_minutes is not None and monotonic() - self._last_at >= 60 * self.every_minutes
-
     def _save_last(self, trainer: L.Trainer) -> None:
         if self._ranks.rank == 0 and self.keep > 1 and self.last_path.is_file() and self._last_step:
             self.last_path.replace(self.folder / f"step_{self._last_step:08d}{CHECKPOINT_SUFFIX}")
-            self._prune(self.keep - 1)
+            paths = list(self.folder.glob(f"step_*{CHECKPOINT_SUFFIX}"))
+            if len(paths) >= self.keep:  # `newest_first` opens each file, as an abandoned attempt may have higher steps
+                for path in newest_first(paths)[self.keep - 1 :]:
+                    path.unlink(missing_ok=True)
         self._last_step, self._last_at = trainer.global_step, monotonic()
         self._vote.reset("checkpoint")
         self._write(trainer, self.last_path)
-
-    def _prune(self, keep: int) -> None:
-        """Deletes all but the `keep` newest step_N.ckpt. Age decides, as an abandoned attempt may have higher steps."""
-        paths = list(self.folder.glob(f"step_*{CHECKPOINT_SUFFIX}"))
-        if len(paths) > keep:  # `newest_first` opens each file
-            for path in newest_first(paths)[keep:]:
-                path.unlink(missing_ok=True)
 
     def _save_best(self, trainer: L.Trainer) -> None:
         value = trainer.callback_metrics.get(self.monitor) if self.monitor else None

@@ -31,9 +31,7 @@ class FinalPictures(L.Callback):
         pl_module.zero_grad(set_to_none=True)  # frees the last step's gradients
         averaged = pl_module.averaged()  # pyright: ignore[reportCallIssue]
         with trainer.precision_plugin.forward_context(), averaged, self.track("samples"):
-            pictures = conclude(data, folder=self.folder)
-        if pictures.path is not None:
-            log_picture(trainer.loggers, key="samples", path=pictures.path)
-            say(f"samples: {pictures.path}")
-        elif pictures.why:
-            say(f"no samples: {pictures.why}")
+            picture = conclude(data, folder=self.folder)
+        if picture is not None:
+            log_picture(trainer.loggers, key="samples", path=picture)
+            say(f"samples: {picture}")

@@ -235,17 +235,14 @@ class _SpawnedRanks:
         except Exception as error:
             if not is_lost_peer(error):
                 raise
-            raise self._rank_error() from error
-
-    def _rank_error(self) -> TrainingFailedError:
-        deadline = monotonic() + SHUTDOWN_S  # the connection ends before the process, on a busy machine by seconds
-        while self.first_failure is None and monotonic() < deadline:
-            sleep(0.05)
-        message = _describe_failure(self.first_failure)
-        error = TrainingFailedError(f"{message}; resume=auto goes on from the newest checkpoint")
-        if self.first_failure is not None and self.first_failure[1] > 0:
-            error.exit_code = self.first_failure[1]
-        return error
+            deadline = monotonic() + SHUTDOWN_S  # the connection ends before the process, on a busy machine by seconds
+            while self.first_failure is None and monotonic() < deadline:
+                sleep(0.05)
+            message = _describe_failure(self.first_failure)
+            failed = TrainingFailedError(f"{message}; resume=auto goes on from the newest checkpoint")
+            if self.first_failure is not None and self.first_failure[1] > 0:
+                failed.exit_code = self.first_failure[1]
+            raise failed from error
 
     def _watch(self) -> None:
         """Runs in a thread: records the first failure, and exits if this process then hangs for SHUTDOWN_S."""

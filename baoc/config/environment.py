@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from baoc.config import assets
 
@@ -23,6 +22,8 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUB
 
 def write_environment(path: Path, *, baoc: str, command: str, argv: Sequence[str], device: str) -> None:
     """Writes `env.json`. `baoc`: version of this package; `command` repeats the run; `device`: the configured one."""
+    import torch
+
     content = {
         "schema": SCHEMA,
         "baoc": baoc,
@@ -30,7 +31,12 @@ def write_environment(path: Path, *, baoc: str, command: str, argv: Sequence[str
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": package_versions(),
-        "device": {"asked": device, **_devices()},
+        "device": {
+            "asked": device,
+            "cuda": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+            "cpu_threads": torch.get_num_threads(),
+            "cpu_count": os.cpu_count(),
+        },
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "command": command,
         "argv": list(argv),  # of the command line; empty in a process of a launcher
@@ -67,13 +73,3 @@ def _git(*command: str, folder: Path) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return process.stdout.strip()
-
-
-def _devices() -> dict[str, Any]:
-    import torch
-
-    return {
-        "cuda": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "cpu_threads": torch.get_num_threads(),
-        "cpu_count": os.cpu_count(),
-    }

@@ -29,7 +29,7 @@ from baoc.core.budgets import AUTO, PRESETS, UNLIMITED, parse_budget
 from baoc.core.recipes import NO_RECIPE, RACED, RECIPES, Recipe, find_recipe, names_recipe_file, recipe_node
 from baoc.core.yaml_files import read_yaml
 from baoc.errors import BadInputError
-from baoc.frontier.runs import quote
+from baoc.frontier.runs import quote, unquote
 from baoc.types import Budget
 from baoc.units import parse_size
 
@@ -49,9 +49,13 @@ UNREADABLE = re.compile(r"[^A-Za-z0-9_/\\+.$%*@?|:, -]")  # no part of a value i
 _READ_OTHERWISE = re.compile(r"[\[{]|.*\$\{|(choice|shuffle|sort|glob|str)\(")  # lists, functions
 PRESETS_WITH_FILES = (AUTO, UNLIMITED)  # in conf/budget
 
-# Each composition copies what it reads from, and with it all registered nodes, a quarter of its time. A node is copied
-# again when it is read.
-ConfigStore.__deepcopy__ = lambda store, _: store  # pyright: ignore[reportAttributeAccessIssue]
+
+class _SharedNodes(dict[str, Any]):
+    """The nodes of one group. Each composition copies all that Hydra's store has, for our groups a quarter of its time;
+    these are not copied then, as a node is copied again when it is read."""
+
+    def __deepcopy__(self, memo: object) -> "_SharedNodes":
+        return self
 
 
 def register(overrides: Sequence[str] = ()) -> None:
@@ -93,7 +97,9 @@ class _TypedOptions(dict[tuple[str, str], str], metaclass=Singleton):
 
 
 def _store(group: str, name: str, node: dict[str, Any], *, package: str | None = None) -> None:
-    ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="baoc")
+    store = ConfigStore.instance()
+    store.repo.setdefault(group, _SharedNodes())
+    store.store(group=group, name=name, node=node, package=package, provider="baoc")
 
 
 def _store_typed(group: str, typed: str, node: dict[str, Any]) -> None:
@@ -106,8 +112,12 @@ def _store_typed(group: str, typed: str, node: dict[str, Any]) -> None:
 def _option_name(group: str, typed: str) -> str:
     """The option's name for what the user typed: with a number where another option has that name already, as two
     paths may differ in what no name can hold, and a file may be called as a recipe is."""
-    option = recipe_option(typed) if group == "recipe" else own_code_option(typed)
-    if option == typed:
+    # Hydra would look for a path among the folders of conf/.
+    if group == "recipe" and names_recipe_file(typed):
+        option = re.sub(r"(?a)[^\w.-]+", "-", typed).strip("-.").removesuffix(".yaml")
+    elif group != "recipe" and own_code.names_own_code(typed):
+        option = re.sub(r"(?a)[^\w-]+", "-", typed).strip("-")
+    else:
         return typed
     nodes, known = ConfigStore.instance().repo.get(group, {}), _TypedOptions()
     names = (option, *(f"{option}-{number}" for number in range(2, len(nodes) + 3)))
@@ -215,11 +225,6 @@ def _with_keys(node: dict[str, Any], *, keys: Iterable[Sequence[str]]) -> dict[s
     return node
 
 
-def own_code_option(name: str) -> str:
-    """The option's name for own code: Hydra would look for a path among the folders of conf/."""
-    return re.sub(r"(?a)[^\w-]+", "-", name).strip("-") if own_code.names_own_code(name) else name
-
-
 def race_option(duration: str) -> str:
     """The option's name for a duration: Hydra would read bare digits as a number."""
     return f"{duration}s" if duration.replace(".", "", 1).isdigit() else duration
@@ -227,12 +232,6 @@ def race_option(duration: str) -> str:
 
 def recipe_or_none_node(recipe: Recipe | None) -> dict[str, Any]:
     return {"name": NO_RECIPE} if recipe is None else recipe_node(recipe)
-
-
-def recipe_option(recipe: str) -> str:
-    """The option's name for a recipe: Hydra would look for the path of a file among the folders of conf/."""
-    safe = re.sub(r"(?a)[^\w.-]+", "-", recipe).strip("-.").removesuffix(".yaml")
-    return safe if names_recipe_file(recipe) else recipe
 
 
 def with_option_names(argv: Sequence[str]) -> list[str]:
@@ -257,7 +256,7 @@ def with_option_names(argv: Sequence[str]) -> list[str]:
         if (convert := to_option.get(key.lstrip("+"))) is not None:
             if key.endswith(f".{TARGET}"):
                 key = key.lstrip("+").removesuffix(f".{TARGET}")
-            word = f"{key}={','.join(convert(_unquoted(text)) for text in _items(value))}"
+            word = f"{key}={','.join(convert(unquote(text)) for text in _items(value))}"
         elif key.lstrip("+") in _PATHS and _is_unreadable(word, value=value):
             quoted = (text if text.lstrip()[:1] in ("'", '"') else quote(text) for text in _items(value))
             word = f"{key}={','.join(quoted)}"
@@ -351,19 +350,13 @@ def option_values(overrides: Sequence[str], *, group: str) -> list[str]:
             values += [] if value is None else [str(value)]
         elif override.is_discrete_sweep() and not isinstance(value, Glob):  # a glob matches files only
             values += override.sweep_string_iterator()
-    return [_unquoted(value) for value in values]
+    return [unquote(value) for value in values]
 
 
 def job_folder(num: int, summary: str) -> str:
     """The folder name of a multirun's job, such as `0_budget=4gb`, safe in any file system."""
     safe = "".join(char if char.isalnum() or char in "_.=,+-" else "-" for char in summary)
     return f"{num}_{safe[:80]}".rstrip("_.")
-
-
-def _unquoted(text: str) -> str:
-    if len(text) < 2 or text[0] != text[-1] or text[0] not in "'\"":
-        return text
-    return text[1:-1].replace(f"\\{text[0]}", text[0])
 
 
 def _read_node(file: Path) -> dict[str, Any]:

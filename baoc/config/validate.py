@@ -18,7 +18,7 @@ from baoc.core.catalogue import removal_message
 from baoc.errors import BadInputError, did_you_mean
 
 if TYPE_CHECKING:  # read when the first settings are validated, as `--help` validates none
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 _MAX_SHOWN = 60  # characters of a value in a message
@@ -182,7 +182,12 @@ def validate_value(value: object, hint: Any, *, key: str) -> Any:
     try:
         return _adapter(hint).validate_json(to_json(value, inf_nan_mode="constants", fallback=str))
     except ValidationError as error:
-        raise _to_bad_input(error, value, hint=hint, path=key) from None
+        # An unknown key comes first, as it may be a missing one misspelt.
+        faults = [_Fault.from_pydantic(item, value, hint=hint, path=key) for item in error.errors(include_url=False)]
+        first = next((fault for fault in faults if fault.kind == "unexpected_keyword_argument"), faults[0])
+        # Pydantic has one fault per type of a union. A missed range says more than a wrong type.
+        first = next((fault for fault in faults if fault.key == first.key and fault.is_range), first)
+        raise first.to_bad_input() from None
 
 
 def refuse_unwritable(value: object, *, key: str) -> None:
@@ -254,15 +259,6 @@ def _adapter(hint: Any) -> "TypeAdapter[Any]":
         return TypeAdapter(hint, config=config)
     cast(Any, hint).__pydantic_config__ = config  # also used for nested dataclasses
     return TypeAdapter(cast(Any, hint))
-
-
-def _to_bad_input(error: "ValidationError", value: object, *, hint: Any, path: str) -> BadInputError:
-    """Returns the error for one of pydantic's faults: an unknown key, maybe a missing one misspelt, else the first."""
-    faults = [_Fault.from_pydantic(item, value, hint=hint, path=path) for item in error.errors(include_url=False)]
-    first = next((fault for fault in faults if fault.kind == "unexpected_keyword_argument"), faults[0])
-    # Pydantic has one fault per type of a union. A missed range says more than a wrong type.
-    first = next((fault for fault in faults if fault.key == first.key and fault.is_range), first)
-    return first.to_bad_input()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

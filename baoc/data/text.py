@@ -5,6 +5,7 @@ concatenated and each sequence begins where the last one ended, so every token i
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from baoc.data.base import DataModule, MapStyleDataModule, check_val_fraction
@@ -67,15 +68,15 @@ class TextDataModule(MapStyleDataModule):
         num_train_bytes = content.num_bytes - num_val_bytes
         key = f"{content.key} {num_train_bytes}"
 
-        def train_chunks() -> Iterator[TextChunk]:
-            return byte_range(source.chunks(), end=num_train_bytes)
+        def chunks(**bounds: int) -> Iterator[TextChunk]:
+            return byte_range(source.chunks(), **bounds)
 
-        def val_chunks() -> Iterator[TextChunk]:
-            return byte_range(source.chunks(), start=num_train_bytes)
-
+        train_chunks = partial(chunks, end=num_train_bytes)
         encoder = load_tokenizer(tokenizer, vocab_size=vocab_size, training_chunks=train_chunks, text_key=key)
         train = encode(train_chunks, tokenizer=encoder, num_bytes=num_train_bytes, text_key=f"{key} train")
-        val = encode(val_chunks, tokenizer=encoder, num_bytes=num_val_bytes, text_key=f"{key} val")
+        val = encode(
+            partial(chunks, start=num_train_bytes), tokenizer=encoder, num_bytes=num_val_bytes, text_key=f"{key} val"
+        )
         self.train_source = _pack(train, length=sequence_length, name=source.name, split="training")
         self.val_source = _pack(val, length=sequence_length, name=source.name, split="validation")
         self.val_rows = evenly_spaced(len(self.val_source), at_most=max_val_sequences)

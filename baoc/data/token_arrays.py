@@ -3,7 +3,6 @@ cuts the array into sequences."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -50,7 +49,11 @@ def encode(
     path = cache_path("tokens", text_key, tokenizer.fingerprint, suffix=".bin")
     if not path.is_file():
         write_cache_file(path, write=lambda stream: _write_tokens(stream, chunks(), tokenizer=tokenizer))
-    return _read_tokens(path, dtype=dtype)
+    with path.open("rb") as stream:
+        text_bytes = int.from_bytes(stream.read(_HEADER_BYTES), "little")
+    if path.stat().st_size - _HEADER_BYTES > IN_MEMORY_BYTES:
+        return EncodedText(tokens=np.memmap(path, dtype=dtype, mode="r", offset=_HEADER_BYTES), num_bytes=text_bytes)
+    return EncodedText(tokens=np.fromfile(path, dtype=dtype, offset=_HEADER_BYTES), num_bytes=text_bytes)
 
 
 def encode_chunks(chunks: Iterable[TextChunk], *, tokenizer: Tokenizer) -> Iterator[tuple[Tokens, int]]:
@@ -90,15 +93,6 @@ def _write_tokens(stream: BinaryIO, chunks: Iterable[TextChunk], *, tokenizer: T
         total += num_bytes
     stream.seek(0)
     stream.write(total.to_bytes(_HEADER_BYTES, "little"))
-
-
-def _read_tokens(path: Path, *, dtype: Any) -> EncodedText:
-    with path.open("rb") as stream:
-        num_bytes = int.from_bytes(stream.read(_HEADER_BYTES), "little")
-    size = path.stat().st_size - _HEADER_BYTES
-    if size > IN_MEMORY_BYTES:
-        return EncodedText(tokens=np.memmap(path, dtype=dtype, mode="r", offset=_HEADER_BYTES), num_bytes=num_bytes)
-    return EncodedText(tokens=np.fromfile(path, dtype=dtype, offset=_HEADER_BYTES), num_bytes=num_bytes)
 
 
 class PackedTokens:

@@ -31,10 +31,9 @@ class ComparedPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLevel:
-    """The best point of each family within `limit` bytes of `axis`, with the number of points it is the best of."""
+    """The best point of each family within `limit` bytes, with the number of points it is the best of."""
 
     name: str
-    axis: str
     limit: float
     best: Mapping[str, tuple[ComparedPoint, int]]
 
@@ -59,7 +58,7 @@ def best_at_levels(
             if members:
                 best[family] = (min(members, key=lambda entry: quality.cost(entry.point)), len(members))
         if best:
-            levels.append(MemoryLevel(name=name, axis=axis, limit=limit, best=best))
+            levels.append(MemoryLevel(name=name, limit=limit, best=best))
     return tuple(levels)
 
 

@@ -125,7 +125,10 @@ def _load_file(model: nn.Module, file: Path, *, head: tuple[str, ...], path: str
     except (OSError, SafetensorError) as error:
         raise BadInputError(f"model.pretrained={path} cannot be read ({error}): get it anew") from error
     expected = model.state_dict()
-    listed_name = _listed_names(model)
+    # name -> the name by which `named_parameters` lists the parameter: another one for tied weights
+    first_name: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    listed_name = {name: first_name.setdefault(id(parameter), name) for name, parameter in named}
     prefix = getattr(getattr(model, "net", None), "base_model_prefix", "")
     tensors: dict[str, Tensor] = {}
     stored_as: dict[str, str] = {}  # parameter -> the first stored tensor for it
@@ -157,13 +160,6 @@ def _load_file(model: nn.Module, file: Path, *, head: tuple[str, ...], path: str
     )
     model.load_state_dict(tensors, strict=False)
     return ignored
-
-
-def _listed_names(model: nn.Module) -> dict[str, str]:
-    """Name -> the name by which `named_parameters` lists the parameter: another one for tied weights."""
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
 
 def _stored_heads(names: Iterable[str]) -> tuple[str, ...]:

@@ -202,7 +202,11 @@ class RaceRun:
         self._refuse_settings()
         self.target = self._find_target()
         self.check_setup()
-        plan = self._plan_race(cap_s)
+        race = self.config.race
+        if cap_s is not None or (self.config.mode != "race" and race.first == "auto"):  # auto has a cap of its own
+            plan = self.fit_cap(cap_s)
+        else:
+            plan = RacePlan(self._target_scale(), self.target.racers, race.rates, None)
         if plan is None:
             return None
         scale, racers, rates, cap_s = plan
@@ -214,7 +218,6 @@ class RaceRun:
             say(f"warning: the race {warning}; what is best in few epochs is often what overfits first in many")
         steps = self._steps_at_equal_seconds(racers, scale) if self.config.objective == "throughput" else {}
         scale = replace(scale, equal_seconds=bool(steps), one_rate=len(rates) == 1)
-        race = self.config.race
         settings = RaceSettings(
             rates=rates,
             rungs=race.rungs if cap_s is None else self._rungs(len(racers), num_rates=len(rates)),
@@ -254,13 +257,6 @@ class RaceRun:
                 f"a race trains each of its runs on one device, and {setting} was given: leave it out; race.workers "
                 "run at once, one on each GPU"
             )
-
-    def _plan_race(self, cap_s: float | None) -> RacePlan | None:
-        """All entrants and rates without a cap; else what fits the cap, or None. race=auto has a cap of its own."""
-        race = self.config.race
-        if cap_s is not None or (self.config.mode != "race" and race.first == "auto"):
-            return self.fit_cap(cap_s)
-        return RacePlan(self._target_scale(), self.target.racers, race.rates, None)
 
     def _announce(self, plan: RacePlan, scale: RaceScale) -> None:
         race, target = self.config.race, self.target
@@ -311,10 +307,9 @@ class RaceRun:
         race = self.config.race
         # races of several folders of one name may share a storage, and a folder may be moved
         default = f"race_{self.folder.parent.name}_{self.folder.name}_{json_sha256(str(self.folder))[:8]}"
-        name = self.study.study_name if self.study is not None else None
-        if name is None:
-            with explain_storage_errors(race.storage, folder=self.folder):
-                name = stored_name(race.storage, folder=self.folder, default=default)
+        with explain_storage_errors(race.storage, folder=self.folder):
+            study = self.study
+            name = study.study_name if study else stored_name(race.storage, folder=self.folder, default=default)
         config = StudyConfig(
             name=name,
             objectives={"quality": "maximize" if self.target.higher_is_better else "minimize"},

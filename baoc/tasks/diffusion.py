@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from baoc.errors import BadInputError, unknown_name
 from baoc.tasks.base import Task, seed_from_key
 from baoc.tasks.noise import PREDICTIONS, NoiseSchedule, Prediction
-from baoc.tasks.sample_grid import SampleGrid, draw_sample_grid
+from baoc.tasks.sample_grid import draw_sample_grid
 from baoc.tasks.sampling import SAMPLERS, Sampler, sample
 from baoc.types import ImageDataSpec
 
@@ -167,8 +167,8 @@ class DiffusionTask(Task):
         self.train(training)
         return torch.cat(images)
 
-    def conclude(self, data: Any, *, folder: Path) -> SampleGrid:
-        """Writes samples.png to `folder` after a run."""
+    def conclude(self, data: Any, *, folder: Path) -> Path | None:
+        """Writes samples.png to `folder` after a run; None if it is left out."""
         return draw_sample_grid(self, data, sample=self.sample, folder=folder, num_samples=self.hparams["num_samples"])
 
     def _null_label(self) -> int:

@@ -28,8 +28,14 @@ class NoiseSchedule:
         if name not in SCHEDULES:
             raise unknown_name(name, what="noise schedule", allowed=SCHEDULES)
         self.num_steps = num_steps
-        betas = _cosine_betas(num_steps) if name == "cosine" else _linear_betas(num_steps)
-        self.alpha_bars = (1 - betas).cumprod(0)
+        if name == "cosine":
+            steps = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
+            alpha_bars = ((steps + 0.008) / 1.008 * math.pi / 2).cos().square()
+            betas = 1 - alpha_bars[1:] / alpha_bars[:-1]
+        else:
+            scale = 1000 / num_steps
+            betas = torch.linspace(1e-4 * scale, 0.02 * scale, num_steps, dtype=torch.float64)
+        self.alpha_bars = (1 - betas.clamp(max=0.999)).cumprod(0)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def signal_and_noise(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,14 +66,3 @@ class NoiseSchedule:
         if prediction == "v":
             return a * noisy - s * predicted, s * noisy + a * predicted
         return (noisy - s * predicted) / a, predicted
-
-
-def _cosine_betas(num_steps: int) -> Tensor:
-    steps = torch.arange(num_steps + 1, dtype=torch.float64) / num_steps
-    alpha_bars = ((steps + 0.008) / 1.008 * math.pi / 2).cos().square()
-    return (1 - alpha_bars[1:] / alpha_bars[:-1]).clamp(max=0.999)
-
-
-def _linear_betas(num_steps: int) -> Tensor:
-    scale = 1000 / num_steps
-    return torch.linspace(1e-4 * scale, 0.02 * scale, num_steps, dtype=torch.float64).clamp(max=0.999)

@@ -3,7 +3,6 @@
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,21 @@ MAX_COLUMNS = 10  # with one class per column; more classes are spread over MIN_
 AFFORDABLE_ON_CPU = 5_000_000  # parameters; a larger network takes minutes for one grid on a CPU
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleGrid:
-    """`path` of the PNG, or None and the reason `why` there is none."""
-
-    path: Path | None = None
-    why: str = ""
-
-
 def draw_sample_grid(
     task: Task, data: Any, *, sample: Callable[..., Tensor], folder: Path, num_samples: int | None
-) -> SampleGrid:
-    """Writes `samples.png` to `folder`, with one column per class if they fit.
+) -> Path | None:
+    """Writes `samples.png` to `folder` and returns it, with one column per class if they fit. Prints why there is none.
 
     `sample` is `DiffusionTask.sample`. `num_samples` None means 80, or none for a large network on a CPU.
     """
     num_params = sum(parameter.numel() for parameter in task.parameters())
     if num_samples is None and task.device.type == "cpu" and num_params > AFFORDABLE_ON_CPU:
-        return SampleGrid(why=f"{num_params / 1e6:.0f}M parameters on a CPU; ask with task.num_samples=16")
+        say(f"no samples: {num_params / 1e6:.0f}M parameters on a CPU; ask with task.num_samples=16")
+        return None
     count = NUM_SAMPLES if num_samples is None else num_samples
     if count == 0:
-        return SampleGrid(why="task.num_samples=0")
+        say("no samples: task.num_samples=0")
+        return None
     size = getattr(task.model, "image_size", data.spec.image_size)
     shape = (data.spec.channels, size, size)
     labels, columns = grid_labels(count, num_classes=data.spec.num_classes)
@@ -50,7 +43,7 @@ def draw_sample_grid(
     images = sample(labels, shape=shape, batch_size=batch_size)
     path = folder / "samples.png"
     write_grid(images, path, columns=columns)
-    return SampleGrid(path=path)
+    return path
 
 
 def samples_at_once(task: Task, *, micro_batch: int) -> int:

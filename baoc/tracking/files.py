@@ -57,17 +57,12 @@ def atomic_write(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-        _fsync_folder(path.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    """Makes a rename durable, on systems that can open a folder."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # makes the rename durable, on systems that can open a folder
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
