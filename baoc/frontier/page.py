@@ -24,7 +24,6 @@ from baoc.frontier.comparable_runs import (
     RunLabels,
     by_family,
     by_study,
-    failed_jobs,
     group_by_workload,
     has_several_studies,
     hypervolume_histories,
@@ -35,7 +34,7 @@ from baoc.frontier.comparable_runs import (
     quality_objective,
     workload_frontier,
 )
-from baoc.frontier.runs import RunFolder, Workload, result_of, varying_settings
+from baoc.frontier.runs import RunFolder, Workload, failed_run, result_of, varying_settings
 from baoc.frontier.summary import ComparedPoint, MemoryLevel, best_at_levels, summary_sentence
 from baoc.tracking.files import read_json, read_jsonl, write_text
 from baoc.types import FrontierPoint
@@ -44,7 +43,7 @@ from baoc.units import MIB
 MAX_CURVE_POINTS = 200
 MIN_RUNS_FOR_IMPORTANCES = 20  # fewer have a best quarter of under 5
 SEED_LEVEL = 0.95  # of the intervals over seeds
-_LONG_NUMBER = re.compile(r"(?<![^\[,])-?\d*\.\d{4,}(e-?\d+)?(?![^,\]])")  # a value, or an element of a list
+_LONG_NUMBER = re.compile(r"(?<![^\[,=])-?\d*\.\d{4,}(e-?\d+)?(?![^,\] ])")  # a value, or an element of a list
 
 
 def page_data(
@@ -55,14 +54,23 @@ def page_data(
     Folders of runs are relative to `page_folder`, so that the page can be sent elsewhere together with them.
     """
     names = label_runs(runs)
-    jobs = failed_jobs(runs, names=names)
+    failed = [(run, job) for run in runs if (job := failed_run(run, label=names[run.path])) is not None]
     return {
         "title": title,
         "workloads": [
             _workload_data(workload, members, names=names, page_folder=page_folder)
             for workload, members in group_by_workload(runs)
         ],
-        "failed": [{"run": job.run, "label": job.label, "code": job.exit_code, "message": job.message} for job in jobs],
+        "failed": [
+            {
+                "run": job.run,
+                "label": shorten_numbers(job.label),
+                "code": job.exit_code,
+                "message": job.message,
+                "folder": _relative_folder(run, page_folder=page_folder),
+            }
+            for run, job in failed
+        ],
         "race": None if race is None else race_table(race),
     }
 
@@ -256,11 +264,13 @@ def _level(level: MemoryLevel, *, short: Mapping[str, str]) -> dict[str, Any]:
 def _describe_runs(runs: Sequence[RunFolder], *, points: int) -> str:
     """The number of runs, parameters, steps, seeds and points, for readers who did not start them."""
     seeds = len({result_of(run)["seed"] for run in runs})
-    return (
+    text = (
         f"{len(runs)} finished runs of {result_of(runs[0])['num_params']:,} parameters, {_steps(runs)} steps, "
-        f"{seeds} seed{'s' * (seeds > 1)}: {points} point{'s' * (points > 1)}, "
-        "as runs that differ in their seed only are one, and of runs of one seed the first counts."
+        f"{seeds} seed{'s' * (seeds > 1)}: {points} point{'s' * (points > 1)}"
     )
+    if points == len(runs):
+        return f"{text}."
+    return f"{text}, as runs that differ in their seed only are one, and of runs of one seed the first counts."
 
 
 def _steps(runs: Sequence[RunFolder]) -> str:
@@ -280,7 +290,7 @@ def _short_name(label: str) -> str:
     words: dict[str, str] = {}
     for word in re.split(r" (?=[\w.]+=)", label):
         key, _, value = word.partition("=")
-        words[key] = _LONG_NUMBER.sub(lambda digits: f"{float(digits[0]):.4g}", value)
+        words[key] = shorten_numbers(value)
     allocator = words.get("allocator", "")
     uniform = allocator.startswith("uniform_")
     parts = [allocator.removeprefix("uniform_")] if allocator else []
@@ -295,6 +305,14 @@ def _short_name(label: str) -> str:
     return " ".join(parts) or label
 
 
+def shorten_numbers(text: str) -> str:
+    return _LONG_NUMBER.sub(lambda digits: f"{float(digits[0]):.4g}", text)
+
+
+def _relative_folder(run: RunFolder, *, page_folder: Path) -> str:
+    return Path(relpath(run.path, page_folder)).as_posix()
+
+
 def _half_interval(point: FrontierPoint) -> float | None:
     """Half of Student's interval at SEED_LEVEL of the mean over seeds; None for one seed."""
     if point.quality_spread is None:
@@ -307,7 +325,7 @@ def _point_data(point: FrontierPoint, seeds: Sequence[RunFolder], *, page_folder
     result = result_of(seeds[0])
     return {
         "label": point.label,
-        "folders": [Path(relpath(run.path, page_folder)).as_posix() for run in seeds],
+        "folders": [_relative_folder(run, page_folder=page_folder) for run in seeds],
         "allocator": result["allocator"],
         "budget": result["budget"]["name"],
         "quality": _null_if_not_finite(point.quality),

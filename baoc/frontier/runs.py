@@ -27,6 +27,7 @@ SKIPPED_FOLDERS = {".hydra", "wandb", "race"}  # inside a run; their config.yaml
 _UNQUOTED = re.compile(  # text that Hydra reads as a string without quotes
     r"(?!(?:true|false|null|[-+]?(?:nan|inf|[\d_.]+(?:e[-+]?[\d_]+)?))\Z)[A-Z0-9_./:+@-]+", re.IGNORECASE | re.ASCII
 )
+_SETS_BLOCKS = re.compile(r"(?<![\w.])(?:blocks[.=]|experiments=)")
 HASH_MARK, HASH_CHARS = "@", 8  # as in digits@1f2e3d4c
 Workload = tuple[str, str, str, str]  # task, model, data set, quality metric
 
@@ -188,7 +189,11 @@ def _settings(path: Path, *, result: Mapping[str, Any] | None) -> dict[str, Any]
         raise BadInputError(f"{file} is not YAML ({str(error).splitlines()[0]}): it was damaged; remove it") from None
     if not isinstance(config or {}, dict):
         raise BadInputError(f"{file} holds no settings but {str(config)[:40]!r}: it was damaged; remove it")
-    return _flatten({key: value for key, value in (config or {}).items() if key not in INCIDENTAL})
+    settings = _flatten({key: value for key, value in (config or {}).items() if key not in INCIDENTAL})
+    command = str((result or {}).get("command", ""))
+    if settings.get("blocks.by") == "layer_role" and not _SETS_BLOCKS.search(command):
+        settings["blocks.by"] = "auto"  # what earlier versions called the default
+    return settings
 
 
 def _flatten(value: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:

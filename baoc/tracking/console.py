@@ -28,6 +28,7 @@ from baoc.units import KIB, format_bytes
 PLAIN_WIDTH = 100  # columns without a terminal
 MAX_WIDTH = 160  # columns of a table on a wide terminal
 MAX_PRINTED_MOVES = 24
+MAX_PRINTED_POINTS = 24
 
 _live_consoles: list[Console] = []  # draw a progress bar, over which rich would draw another console's output
 
@@ -121,15 +122,17 @@ def describe_budget(budget: Budget) -> str:
 def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     """Prints the allocation as a table, then its totals, and whether the budget binds."""
     names = Column("block", overflow="fold", max_width=28), Column("spec", overflow="fold", max_width=24)
-    table = make_table(title, *names, *number_columns("bytes", "risk"), Column("why", overflow="fold", ratio=1))
+    numbers = number_columns("bytes", *([] if _is_measured(plan) else ["risk"]))  # measurements are of recipes
+    table = make_table(title, *names, *numbers, Column("why", overflow="fold", ratio=1))
     for row in collapsed_rows(plan):
         size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
         size = f"{format_bytes(row.host_bytes)} h" if row.host_bytes else size
-        risk = "-" if row.risk is None or _is_measured(plan) else f"{row.risk:.3g}"
-        table.add_row(escape(row.block), escape(row.spec), size, risk, escape(row.why))
+        risk = [] if _is_measured(plan) else ["-" if row.risk is None else f"{row.risk:.3g}"]
+        table.add_row(escape(row.block), escape(row.spec), size, *risk, escape(row.why))
     console = make_console()
     console.print(table)
-    console.print("why: the next cheaper and dearer spec, and the bytes and risk that each would change", style="dim")
+    if any(reason.cheaper or reason.dearer for reason in plan.reasons):
+        console.print("why: the next cheaper and dearer spec, and the bytes and risk each would change", style="dim")
     if plan.allocation.host_bytes:
         console.print("h: on the host, where @ says how they are stepped", style="dim")
     for line in plan_lines(plan):
@@ -297,7 +300,7 @@ def print_result(result: RunResult, *, run_dir: str | Path) -> None:
         "step": "too few untracked steps to time one"
         if math.isnan(result.step_ms)
         else f"{_ms(result.step_ms)} ms{predicted}, {result.samples_per_s:,.0f} samples/s",
-        "layers": f"recomputed layers {result.recomputed_layers} of {result.num_layers}" if result.num_layers else None,
+        "layers": f"{result.recomputed_layers} of {result.num_layers} recomputed" if result.num_layers else None,
         "steps": f"{result.num_steps}, {_count(result.num_reallocations, 'reallocation')}",
     }
     print_key_values(f"{result.name}, done", pairs, run_dir=run_dir)
@@ -351,18 +354,20 @@ def print_frontier(
     quality: str = "quality",
     title: str = "Frontier",
 ) -> None:
-    """Prints runs by quality and bytes; a * marks undominated ones, failed jobs come last with the reason."""
+    """Prints runs by quality and bytes, of dominated ones as many as make up MAX_PRINTED_POINTS. A * marks undominated
+    ones, failed jobs come last with the reason."""
     console = make_console()
     if points:
         show_ranks = any(point.num_ranks > 1 for point in points)
         numbers = number_columns(quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if show_ranks else []))
         table = make_table(title, Column("", no_wrap=True), Column("run", overflow="fold", ratio=1), *numbers)
-        for point in points:
+        shown = [point for at, point in enumerate(points) if at < MAX_PRINTED_POINTS or not point.dominated]
+        for point in shown:
             spread = "" if point.quality_spread is None else f" ±{point.quality_spread:.2g}"
             table.add_row(
                 "" if point.dominated else "*",
                 escape(point.label),
-                f"{point.quality:.4g}{spread}",
+                "diverged" if math.isnan(point.quality) else f"{point.quality:.4g}{spread}",
                 format_bytes(point.peak_bytes),
                 format_bytes(point.state_bytes),
                 _rate(point.samples_per_s),
@@ -370,13 +375,15 @@ def print_frontier(
                 *([str(point.num_ranks)] if show_ranks else []),
             )
         console.print(table)
-        console.print("* on the Pareto frontier of quality, peak and state bytes", markup=False)
-    if failed:
+        more = f"; {len(points) - len(shown)} dominated ones more in frontier.csv" if len(shown) < len(points) else ""
+        console.print(f"* on the Pareto frontier of quality, peak and state bytes{more}", markup=False)
+    if failed and points:
         console.print()
     for job in failed:
         code = "" if job.exit_code is None else f"exit code {job.exit_code}: "
         first = job.message.splitlines()[0] if job.message else "no message"
-        console.print(f"{job.label} ({job.run}), {code}{first}", markup=False, soft_wrap=True)
+        name = job.run if job.label == job.run else f"{job.label} ({job.run})"
+        console.print(f"{name}, {code}{first}", markup=False, soft_wrap=True)
     console.print()
 
 

@@ -88,7 +88,7 @@ def test_failed_and_unfinished_jobs_are_rows_with_their_reason(
         ("2_z", "budget=state_10", None),
     ]
     out = capsys.readouterr().out
-    assert "1_y (1_y), exit code 3: budget state_1 cannot be met" in out
+    assert "\n1_y, exit code 3: budget state_1 cannot be met" in out
     assert "budget=state_10 (2_z), not finished: it still runs or was killed" in out
     good, first, second = rows(tmp_path)
     assert (good["label"], good["exit_code"], good["message"]) == ("budget=state_50", "0", "")
@@ -200,3 +200,11 @@ def test_a_label_is_read_back_by_hydra(text: str, tmp_path: Path) -> None:
         job(tmp_path / str(number), loss=0.1, settings=settings)
     labels = setting_labels(find_runs(tmp_path))
     assert [OverridesParser.create().parse_override(label).value() for label in labels] == given
+
+
+def test_an_earlier_default_of_blocks_is_no_difference_and_one_that_was_given_is(tmp_path: Path) -> None:
+    for name, by, words in (("0", "layer_role", ""), ("1", "auto", ""), ("2", "layer_role", " blocks=layer_role")):
+        settings = config(seed=0, budget="state_50", allocator="exact", blocks={"by": by, "patterns": []})
+        job(tmp_path / name, loss=0.1, settings=settings, command=f"python run.py model=vit{words}")
+    assert [run.settings["blocks.by"] for run in find_runs(tmp_path)] == ["auto", "auto", "layer_role"]
+    assert setting_labels(find_runs(tmp_path)[:2]) == ["budget=state_50"] * 2

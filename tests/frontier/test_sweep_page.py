@@ -55,7 +55,9 @@ def test_the_page_needs_no_network_and_no_text_can_end_its_script(tmp_path: Path
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
     data = data_in(tmp_path / "frontier.html")
     assert data["workloads"][0]["points"][0]["command"].endswith("'</script><b>'")
-    assert data["failed"] == [{"run": "1", "label": "1", "code": 4, "message": "</script> out of memory"}]
+    assert data["failed"] == [
+        {"run": "1", "label": "1", "code": 4, "message": "</script> out of memory", "folder": "1"}
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -14,6 +15,7 @@ from baoc.tracking.rows import collapsed_rows, plan_rows
 from baoc.training.run import quieten
 from baoc.types import (
     Allocation,
+    Basis,
     BlockMove,
     Budget,
     FailedRun,
@@ -217,6 +219,26 @@ def test_the_frontier_marks_points_and_gives_reasons_of_failed_jobs(capsys: pyte
     assert first.split() == ["*", "budget=state_50", "0.18", "±0.012", "5.00", "MiB", "1.00", "MiB", "5,000", "3"]
     assert "*" not in second and second.split()[-2:] == ["-", "1"]
     assert any("budget=state_1 (2), exit code 3: budget cannot be met" in line for line in lines)
+
+
+def test_of_many_runs_the_front_and_the_best_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    points = [point(f"budget=state_{n}", dominated=n > 30) for n in range(1, 51)]
+    console.print_frontier([*points[:30], point("lr=9", quality=math.nan, dominated=False), *points[30:]])
+    out = capsys.readouterr().out
+    assert out.count("budget=state_") == 30 and "diverged" in out
+    assert "; 20 dominated ones more in frontier.csv" in out
+
+
+def test_a_measured_plan_has_no_column_of_risk_and_no_note_on_specs_that_it_does_not_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reasons = (
+        Reason(block="layers.1.mlp", spec="sign", cheaper=None, dearer=None, text="the recipe's spec for hidden"),
+    )
+    plan = replace(make_plan(), basis=Basis(by="measured", text="n 8"), reasons=reasons)
+    console.print_plan(plan)
+    out = capsys.readouterr().out
+    assert "risk" not in out and "dearer" not in out and text in out
 
 
 def test_text_goes_to_the_stdout_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,14 @@ const CONFIG = {displaylogo: false, displayModeBar: NARROW ? false : "hover", sh
   toImageButtonOptions: {format: "png", scale: 2, filename: "frontier"}, modeBarButtonsToRemove: ["autoScale2d"]}; // a picture on this machine, and nothing to a server
 const EDGE = NARROW ? 44 : 60;
 const MAX_COLUMNS = 40, MAX_CURVES = 60; // of a figure: more cannot be distinguished, and take seconds to draw
-const SHARES = [1, 2, 5, 10, 25, 50, 100];
 const THEMES = ["auto", "light", "dark"];
 const byId = (id) => document.getElementById(id);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
 const number = (value, digits = 4) => (value === null || value === undefined ? "n/a" : Number(value).toPrecision(digits));
 const distinct = (values) => [...new Set(values)];
+// Families in one order everywhere: BAOC's, those that it is compared with, then others as they come
+const familiesOf = (points) => { const names = distinct(points.map((point) => point.family)); return distinct([...Object.keys(COLOURS).filter((name) => names.includes(name)), ...names]); };
 // What is shown: a query, the labels of points in a brush, and ranges of the parallel axes; how rows are sorted, and which is open
 const state = {brush: null, ranges: {}, sort: null, descending: false, open: null};
 
@@ -26,7 +27,7 @@ const comparedBy = () => (currentWorkload().study ? byId("by").value : "family")
 const view = (workload, by = workload.study ? byId("by").value : "family") => (by === "study" ? {...workload, ...workload.study} : workload);
 
 function colour(family) {
-  const others = distinct(data.workloads.flatMap((workload) => view(workload).points.map((point) => point.family))).filter((name) => !COLOURS[name]);
+  const others = familiesOf(data.workloads.flatMap((workload) => view(workload).points)).filter((name) => !COLOURS[name]);
   return (COLOURS[family] || SPARE[others.indexOf(family) % SPARE.length])[isDark() ? 1 : 0];
 }
 
@@ -102,9 +103,19 @@ function front(workload, points, axis) {
   return points.filter((point) => point.quality !== null && !points.some((other) => other.quality !== null && better(other, point))).sort((a, b) => a[axis] - b[axis]);
 }
 
+// A logarithmic axis with a tick at 1, 2 and 5 of each decade, or at more if the values span little
+function logAxis(values) {
+  const positive = values.filter((value) => value > 0), [low, high] = [Math.min(...positive), Math.max(...positive)];
+  const digits = high > 8 * low ? [1, 2, 5] : high > 1.5 * low ? [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9] : [];
+  if (!positive.length || !digits.length) return {type: "log", nticks: 5, exponentformat: "none"};
+  const ticks = [];
+  for (let decade = Math.floor(Math.log10(low)); decade <= Math.ceil(Math.log10(high)); decade++) ticks.push(...digits.map((digit) => Number((digit * 10 ** decade).toPrecision(2))));
+  return {type: "log", tickvals: ticks, ticktext: ticks.map((tick) => (tick >= 1e-4 && tick < 1e6 ? String(tick) : tick.toExponential()))};
+}
+
 // Markers of each family; those outside of the brush are faded
 function markers(workload, points, x) {
-  return distinct(points.map((point) => point.family)).map((family) => {
+  return familiesOf(points).map((family) => {
     const members = points.filter((point) => point.family === family && point.quality !== null && x(point) !== null);
     return {x: members.map(x), y: members.map((p) => p.quality), name: family, mode: "markers", text: members.map((p) => hover(workload, p)), hoverinfo: "text", customdata: members.map((p) => p.label),
       error_y: {type: "data", array: members.map((p) => p.interval || 0), thickness: 1, width: 3, visible: members.some((p) => p.interval)},
@@ -115,14 +126,14 @@ function markers(workload, points, x) {
 
 function scatter(workload) {
   const axis = byId("axis").value, points = shownIn(workload, "brush");
-  const lines = distinct(points.map((point) => point.family)).map((family) => {
+  const lines = familiesOf(points).map((family) => {
     const familyFront = front(workload, points.filter((point) => point.family === family), axis);
     return {x: familyFront.map((p) => p[axis]), y: familyFront.map((p) => p.quality), mode: "lines", line: {color: colour(family), width: 1.5, shape: axis === "samples_per_s" ? "vh" : "hv"}, hoverinfo: "skip", showlegend: false};
   });
   const knee = kneeOf(workload, axis);
   const star = knee && points.includes(knee) ? [{x: [knee[axis]], y: [knee.quality], name: "knee", mode: NARROW ? "markers" : "markers+text", text: [knee.short], textposition: "top right", cliponaxis: false,
     hoverinfo: "skip", marker: {size: 20, symbol: "star-open", color: css("text"), line: {width: 2}}}] : [];
-  const axisLayout = axis === "state_share" ? {type: "log", tickvals: SHARES, ticktext: SHARES.map(String)} : {type: axis === "samples_per_s" ? "linear" : "log", dtick: axis === "state_mib" ? "D2" : undefined, nticks: 8};
+  const axisLayout = axis === "samples_per_s" ? {type: "linear", nticks: 8} : logAxis(points.map((p) => p[axis]));
   return plot("scatter", [...lines, ...markers(workload, points, (p) => p[axis]), ...star],
     {xaxis: {title: {text: TITLES[axis]}, ...axisLayout}, yaxis: {title: {text: qualityTitle(workload)}}, dragmode: NARROW ? false : "select", uirevision: workload.name + axis});
 }
@@ -149,10 +160,13 @@ function axisOf(workload, key) {
 function slice(workload) {
   const key = byId("slice_by").value, axis = key && axisOf(workload, key);
   if (!axis) return plot("slice", [], {annotations: [{text: "All points have the same settings.", showarrow: false, font: {color: css("soft")}}]});
-  // Points of a name lie beside each other: as many places as points, in the order of the points
-  const points = shownIn(workload, "brush"), beside = (p) => (axis.names ? 0.5 * ((workload.points.indexOf(p) * 0.618) % 1) - 0.25 : 0);
+  // Points of a name lie beside each other: as many places as points, in the order of the points; one alone in the middle
+  const points = shownIn(workload, "brush"), beside = (p) => {
+    const ofName = axis.names ? workload.points.filter((other) => axis.place(other) === axis.place(p)) : [];
+    return ofName.length > 1 ? 0.5 * ((ofName.indexOf(p) * 0.618 + 0.5) % 1) - 0.25 : 0;
+  };
   const x = (p) => { const at = axis.place(p); return at === null ? null : axis.log ? 10 ** at : at + beside(p); };
-  return plot("slice", markers(workload, points, x), {xaxis: {title: {text: axis.title}, type: axis.log ? "log" : "linear", ...(axis.names ? {tickvals: axis.names.map((_, at) => at), ticktext: axis.names.map((text) => text.slice(0, 24))} : {})},
+  return plot("slice", markers(workload, points, x), {xaxis: {title: {text: axis.title}, ...(axis.log ? logAxis(points.map(x)) : {type: "linear"}), ...(axis.names ? {tickvals: axis.names.map((_, at) => at), ticktext: axis.names.map((text) => text.slice(0, 24)), range: [-0.5, axis.names.length - 0.5]} : {})},
     yaxis: {title: {text: qualityTitle(workload)}}, dragmode: NARROW ? false : "select", uirevision: workload.name + key});
 }
 
@@ -174,7 +188,7 @@ function history(workload) {
 }
 
 function parallel(workload) {
-  const points = shownIn(workload, "ranges").filter((point) => point.quality !== null), families = distinct(points.map((point) => point.family));
+  const points = shownIn(workload, "ranges").filter((point) => point.quality !== null), families = familiesOf(points);
   const usable = (key) => points.every((p) => p[key] !== null) && distinct(points.map((p) => p[key])).length > 1;
   const keys = ["quality", "state_share", "peak_mib", "samples_per_s", "risk"].filter(usable).concat(workload.settings.filter((name) => points.every((p) => (p.settings[name] ?? null) !== null)));
   const steps = families.flatMap((family, at) => [[at / families.length, colour(family)], [(at + 1) / families.length, colour(family)]]);
@@ -194,12 +208,13 @@ function parallel(workload) {
 
 function heat(workload) {
   const axis = byId("axis").value, withPlan = shownIn(workload).filter((point) => Object.keys(point.choices).length);
-  const fronts = distinct(withPlan.map((point) => point.family)).flatMap((family) => front(workload, withPlan.filter((point) => point.family === family), axis));
+  const fronts = familiesOf(withPlan).flatMap((family) => front(workload, withPlan.filter((point) => point.family === family), axis));
   const ordered = distinct([...fronts, ...ranked(workload, withPlan)]).slice(0, MAX_COLUMNS).sort((a, b) => a.state_mib - b.state_mib);
   byId("heat").hidden = !ordered.length;
   byId("heat_note").textContent = !ordered.length ? "No point shown has a record of its plan." : withPlan.length > ordered.length ? `${ordered.length} of ${withPlan.length} points are drawn, those on fronts and the best; keep others by a filter or brush.` : "";
   const blocks = distinct(ordered.flatMap((point) => Object.keys(point.choices)));
-  const names = ordered.map((point, at) => `${at + 1}. ${point.short.length > 34 ? point.short.slice(0, 33) + "…" : point.short}`);
+  const many = ordered.length > 12, most = many ? 20 : 34;
+  const names = ordered.map((point, at) => `${at + 1}. ${point.short.length > most ? point.short.slice(0, most - 1) + "…" : point.short}`);
   const keptShare = (point, block) => (block in point.kept ? point.kept[block] : block in point.choices ? 0 : null);
   const blockText = (point, block) => (block in point.choices ? `${point.choices[block]}<br>` + (block in point.kept ? `${number(point.kept[block], 3)} % of fp32 AdamW's state` : "its state is not recorded") : "");
   byId("heat").style.height = `${Math.max(300, 214 + 22 * blocks.length)}px`;
@@ -209,9 +224,9 @@ function heat(workload) {
   return plot("heat", [{type: "heatmap", x: names, y: blocks, xgap: 2, ygap: 1, zmin: 0, zmax: 10, colorscale: scale,
     z: blocks.map((block) => ordered.map((point) => { const share = keptShare(point, block); return share === null ? null : Math.sqrt(Math.min(share, 100)); })),
     text: blocks.map((block) => ordered.map((point) => point.choices[block] || "")), texttemplate: ordered.length <= (NARROW ? 2 : 9) ? "%{text}" : "", textfont: {size: 10},
-    customdata: blocks.map((block) => ordered.map((point) => blockText(point, block))), hovertemplate: "%{y}<br>%{x}<br><b>%{customdata}</b><extra></extra>",
+    customdata: blocks.map((block) => ordered.map((point) => `${point.short}<br>${blockText(point, block)}`)), hovertemplate: "%{y}<br><b>%{customdata}</b><extra></extra>",
     colorbar: {title: {text: "% of AdamW's<br>state kept"}, tickvals: [0, 1, 5, 10, 25, 50, 100].map(Math.sqrt), ticktext: ["0", "1", "5", "10", "25", "50", "100"], thickness: 14}}],
-  {margin: {l: 20, r: 20, t: 36, b: 30}, yaxis: {autorange: "reversed", automargin: true, tickfont: {size: 11}, dtick: 1}, xaxis: {tickangle: 35, automargin: true, tickfont: {size: 11}, dtick: 1}});
+  {margin: {l: 20, r: 20, t: 36, b: 30}, yaxis: {autorange: "reversed", automargin: true, tickfont: {size: 11}, dtick: 1}, xaxis: {tickangle: many ? 60 : 35, automargin: true, tickfont: {size: 11}, dtick: 1}});
 }
 
 function curves(workload) {
@@ -238,7 +253,8 @@ function ranked(workload, points) {
 }
 
 function pointTable(workload) {
-  const columns = columnsOf(workload);
+  const says = {interval: (p) => p.interval !== null, ranks: (p) => p.ranks > 1}; // columns that are left out where no point has more to say
+  const columns = columnsOf(workload).filter((column) => !says[column.key] || workload.points.some(says[column.key]));
   const heads = columns.map((column) => {
     const own = state.sort === column.key, cell = element("th", {className: column.numeric ? "number" : ""});
     cell.setAttribute("aria-sort", own ? (state.descending ? "descending" : "ascending") : "none");
@@ -309,7 +325,7 @@ function open(label, {scroll = false} = {}) {
 }
 
 function levels(workload) {
-  const families = distinct(workload.levels.flatMap((level) => Object.keys(level.best)));
+  const families = familiesOf(workload.points).filter((family) => workload.levels.some((level) => level.best[family]));
   const best = (level) => Object.entries(level.best).sort((a, b) => (workload.higher ? -1 : 1) * (a[1].quality - b[1].quality))[0][0];
   const bestText = (own) => (own ? `${number(own.quality)}${own.interval === null ? "" : ` ± ${number(own.interval, 2)}`}, n ${own.seeds}: ${own.name}${own.of > 1 ? ` (best of ${own.of})` : ""}` : "none fits");
   const holder = table("levels", [`at most (${qualityTitle(workload)})`, ...families], workload.levels.map((level) => [level.name, ...families.map((family) => bestText(level.best[family]))]));
@@ -348,7 +364,7 @@ function draw() {
   const knee = kneeOf(workload, axis);
   const unit = axis === "state_share" ? " % of fp32 AdamW's optimizer state" : axis === "state_mib" ? " MiB of optimizer state" : " MiB peak memory";
   byId("knee").textContent = knee ? `Knee (the star): ${knee.short}, ${workload.quality} ${number(knee.quality)} with ${number(knee[axis], 3)}${unit}. More memory buys little there, less costs much.`
-    : axis === "samples_per_s" ? "" : "This front has no knee.";
+    : "";
   pointTable(workload);
   saveView();
   Object.keys(FIGURES).forEach(redraw);
@@ -399,10 +415,11 @@ function choose(then = () => {}) {
   byId("verdict").textContent = workload.verdict;
   levels(workload);
   table("volumes", ["memory axis", group, "points", "share, %"], workload.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family, row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
+  byId("area").hidden = workload.volumes.every((row) => row.share === null); // one value of quality or memory spans none
   const names = [...workload.settings].sort((a, b) => (weights[b] || 0) - (weights[a] || 0));
   byId("slice_by").replaceChildren(...names.map((name) => new Option(name)));
   byId("settings").hidden = !Object.keys(weights).length;
-  byId("families").replaceChildren(...distinct(workload.points.map((point) => point.family)).map((family) => {
+  byId("families").replaceChildren(...familiesOf(workload.points).map((family) => {
     const label = element("label", {}, element("input", {type: "checkbox", value: family, checked: true}), ` ${family}`);
     label.style.color = colour(family);
     return label;
@@ -469,7 +486,11 @@ data.workloads.forEach((workload, at) => byId("kind").add(new Option(workload.na
 showTheme(THEMES.includes(theme) ? theme : "auto", {remember: false});
 if (data.failed.length) {
   byId("failed").append(element("h2", {textContent: "Runs without a good end"}), element("div", {className: "wide"}, element("table", {id: "failures"})));
-  table("failures", ["run", "settings", "exit code", "message"], data.failed.map((job) => [job.run, job.label, job.code === null ? "" : job.code, job.message]), [2]);
+  const rows = table("failures", ["run", "settings", "exit code", "message"], data.failed.map((job) => [job.run, job.label === job.run ? "not known" : job.label, job.code === null ? "" : job.code, job.message]), [2]).rows;
+  data.failed.forEach((job, at) => { if (addressOf(job.folder)) rows[at + 1].cells[0].replaceChildren(element("a", {href: addressOf(job.folder).href, textContent: job.run})); });
+  const link = element("button", {textContent: `${data.failed.length} run${data.failed.length > 1 ? "s" : ""} without a good end`});
+  link.addEventListener("click", () => byId("failed").scrollIntoView());
+  byId("nothing").before(link);
 }
 if (data.race) {
   byId("race").hidden = false;
