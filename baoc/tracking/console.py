@@ -29,6 +29,7 @@ PLAIN_WIDTH = 100  # columns without a terminal
 MAX_WIDTH = 160  # columns of a table on a wide terminal
 MAX_PRINTED_MOVES = 24
 MAX_PRINTED_POINTS = 24
+MAX_NARROW_REASON = 40  # characters
 
 _live_consoles: list[Console] = []  # draw a progress bar, over which rich would draw another console's output
 
@@ -123,16 +124,20 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     """Prints the allocation as a table, then its totals, and whether the budget binds."""
     names = Column("block", overflow="fold", max_width=28), Column("spec", overflow="fold", max_width=24)
     numbers = number_columns("bytes", *([] if _is_measured(plan) else ["risk"]))  # measurements are of recipes
-    table = make_table(title, *names, *numbers, Column("why", overflow="fold", ratio=1))
-    for row in collapsed_rows(plan):
+    console, rows = make_console(), collapsed_rows(plan)
+    # On a narrow terminal a long reason would be a column of single words: it has lines of its own, below the table
+    reasons_below = console.width < PLAIN_WIDTH and any(len(row.why) > MAX_NARROW_REASON for row in rows)
+    table = make_table(title, *names, *numbers, *([] if reasons_below else [Column("why", overflow="fold", ratio=1)]))
+    for row in rows:
         size = "-" if row.state_bytes is None else format_bytes(row.state_bytes)
         size = f"{format_bytes(row.host_bytes)} h" if row.host_bytes else size
         risk = [] if _is_measured(plan) else ["-" if row.risk is None else f"{row.risk:.3g}"]
-        table.add_row(escape(row.block), escape(row.spec), size, *risk, escape(row.why))
-    console = make_console()
+        table.add_row(escape(row.block), escape(row.spec), size, *risk, *([] if reasons_below else [escape(row.why)]))
     console.print(table)
     if any(reason.cheaper or reason.dearer for reason in plan.reasons):
         console.print("why: the next cheaper and dearer spec, and the bytes and risk each would change", style="dim")
+    for row in rows if reasons_below else ():
+        console.print(f"{row.block}: {row.why}", markup=False)
     if plan.allocation.host_bytes:
         console.print("h: on the host, where @ says how they are stepped", style="dim")
     for line in plan_lines(plan):

@@ -232,13 +232,25 @@ def test_of_many_runs_the_front_and_the_best_are_printed(capsys: pytest.CaptureF
 def test_a_measured_plan_has_no_column_of_risk_and_no_note_on_specs_that_it_does_not_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    reasons = (
-        Reason(block="layers.1.mlp", spec="sign", cheaper=None, dearer=None, text="the recipe's spec for hidden"),
-    )
-    plan = replace(make_plan(), basis=Basis(by="measured", text="n 8"), reasons=reasons)
+    text = "the recipe's spec for hidden"
+    reason = Reason(block="layers.1.mlp", spec="sign", cheaper=None, dearer=None, text=text)
+    plan = replace(make_plan(), basis=Basis(by="measured", text="n 8"), reasons=(reason,))
     console.print_plan(plan)
     out = capsys.readouterr().out
     assert "risk" not in out and "dearer" not in out and text in out
+
+
+def test_on_a_narrow_terminal_long_reasons_have_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    narrow = Console(file=out, width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "make_console", lambda: narrow)
+    plan = make_plan()
+    reasons = (Reason(block="layers.1.mlp", spec="sign", cheaper=None, dearer=None, text="because " * 12),)
+    console.print_plan(replace(plan, reasons=reasons))
+    lines = out.getvalue().splitlines()
+    assert lines.count(next(line for line in lines if line.startswith("layers.1.mlp: because because"))) == 1
+    assert max(map(len, lines)) <= 80
+    assert not any(line.split() == ["block", "spec", "bytes", "risk", "why"] for line in lines)
 
 
 def test_text_goes_to_the_stdout_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
