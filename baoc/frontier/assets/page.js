@@ -418,7 +418,7 @@ function choose(then = () => {}) {
   byId("area").hidden = workload.volumes.every((row) => row.share === null); // one value of quality or memory spans none
   const names = [...workload.settings].sort((a, b) => (weights[b] || 0) - (weights[a] || 0));
   byId("slice_by").replaceChildren(...names.map((name) => new Option(name)));
-  byId("settings").hidden = !Object.keys(weights).length;
+  byId("settings").hidden = byId("slice_note").hidden = !Object.keys(weights).length;
   byId("families").replaceChildren(...familiesOf(workload.points).map((family) => {
     const label = element("label", {}, element("input", {type: "checkbox", value: family, checked: true}), ` ${family}`);
     label.style.color = colour(family);
