@@ -164,7 +164,7 @@ def test_a_view_is_in_the_address_and_comes_back_from_it(read: tuple[Path, str, 
 
 def test_a_brush_keeps_points_in_figures_and_table(read: tuple[Path, str, dict[str, Any]]):
     told = read[2]["brush"]
-    assert told["brushed"] == [["allocator=random"], 1, [[], [0], []]]
+    assert told["brushed"] == [["allocator=random"], 1, [[], [], [0]]]
     assert told["all"] == 4
     assert told["ranged"] == ["allocator=random", "allocator=uniform_adamw"] and told["clicked"] == "allocator=random"
 
