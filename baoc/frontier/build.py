@@ -9,7 +9,6 @@ from baoc.errors import BadInputError
 from baoc.frontier.comparable_runs import (
     ALL,
     by_study,
-    failed_jobs,
     group_by_workload,
     has_several_studies,
     hypervolume_histories,
@@ -20,7 +19,7 @@ from baoc.frontier.comparable_runs import (
 )
 from baoc.frontier.page import basis_text, shorten_numbers, write_page
 from baoc.frontier.pareto import HYPERVOLUME_UNIT, Frontier, frontier_rows
-from baoc.frontier.runs import STUDY_FILE, RunFolder, Workload, find_runs
+from baoc.frontier.runs import STUDY_FILE, RunFolder, Workload, failed_run, find_runs
 from baoc.tracking.console import print_frontier
 from baoc.tracking.files import write_csv
 from baoc.types import FailedRun
@@ -60,7 +59,7 @@ def build_report(
     """
     runs = _runs_in(folders)
     names, workloads = label_runs(runs), group_by_workload(runs)
-    failed = failed_jobs(runs, names=names)
+    failed = tuple(job for run in runs if (job := failed_run(run, label=names[run.path])) is not None)
     frontiers = [workload_frontier(members, names=names) for _, members in workloads]
     rows: list[dict[str, Any]] = []
     history: list[dict[str, Any]] = []

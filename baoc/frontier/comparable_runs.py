@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from baoc.frontier.pareto import Frontier, Objective, average_seeds, build_frontier, hypervolume_history, knee
-from baoc.frontier.runs import HASH_MARK, RunFolder, Workload, failed_run, frontier_point, result_of, setting_labels
-from baoc.types import FailedRun, FrontierPoint
+from baoc.frontier.runs import HASH_MARK, RunFolder, Workload, frontier_point, result_of, setting_labels
+from baoc.types import FrontierPoint
 
 AXES = ("peak_bytes", "state_bytes")  # memory objectives, each against quality
 ALL = "all"  # the group of all runs
@@ -39,10 +39,6 @@ def labels_with_study(runs: Sequence[RunFolder], *, names: RunLabels) -> RunLabe
 
 def label_runs(runs: Sequence[RunFolder]) -> RunLabels:
     return dict(zip((run.path for run in runs), setting_labels(runs), strict=True))
-
-
-def failed_jobs(runs: Sequence[RunFolder], *, names: RunLabels) -> tuple[FailedRun, ...]:
-    return tuple(job for run in runs if (job := failed_run(run, label=names[run.path])) is not None)
 
 
 def group_by_workload(runs: Sequence[RunFolder]) -> list[tuple[Workload, list[RunFolder]]]:
