@@ -41,7 +41,7 @@ from baoc.optim.backward import (
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry, check_new_blocks
-from baoc.optim.state import FIRST_BETAS, LiveBlock, betas_of, with_own_storage
+from baoc.optim.state import FIRST_BETAS, LiveBlock, LiveStates, betas_of, with_own_storage
 from baoc.optim.wrappers import watch_averages
 from baoc.parallel import ranks
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec, ParamInfo
@@ -131,6 +131,7 @@ class BlockwiseOptimizer(Optimizer):
         self._tunes_betas = tuning is not None and bool(tuning.betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups.to_groups(params), {key: groups.to_plain(value) for key, value in defaults.items()})
+        self.state = LiveStates(dict)
         registry = BlockRegistry(self.state, backend=backend, matched_by=matched_by, tuning=tuning)
         detach_other_releases([param for group in self.param_groups for param in group["params"]])
         registry.build(self.param_groups, specs=specs, blocks=blocks, device=device)
@@ -287,8 +288,7 @@ class BlockwiseOptimizer(Optimizer):
     def _check_params(self) -> None:
         """Adds parameters that were frozen and have a gradient now. Raises BadInputError if some were replaced."""
         registry = self.registry
-        replaced = len(self.state) < len(registry.state) or self.state is not registry.torch_state
-        if replaced or any([type(state) is dict and not state for state in self.state.values()]):
+        if self.state is not registry.torch_state or getattr(self.state, "touched", True):
             registry.restart_absent(self.state)
             self._update_unseeded()
         try:  # lists compare by identity first, which is fast; comparing two distinct tensors may raise
@@ -572,6 +572,7 @@ class BlockwiseOptimizer(Optimizer):
         no_subscribers = {"before_zeroing": [], "before_check": [], "before_step": [], "after_step": []}
         super().__setstate__({**state, **no_subscribers, "late_planner": None, "network": None})
         self.overlap = KeepGradients(self)
+        self.state = LiveStates(dict, self.state)
         if self._registry is not None:
             self._registry.adopt(self.state)
         if self.releaser is not None:

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -42,6 +43,7 @@ from baoc.optim.shards import Shard, ShardGroup, check_codec_groups, common_grou
 from baoc.optim.state import (
     LiveBlock,
     LiveState,
+    LiveStates,
     ParsedCheckpoint,
     Slot,
     State,
@@ -210,6 +212,7 @@ class BlockRegistry:
         others = self.entries_of_others(slot)
         self.state[slot.param] = state = state if isinstance(state, LiveState) else LiveState(state)
         self.torch_state[slot.group_param] = shown = LiveState() if slot.on_host else state
+        shown.take_out = partial(self.torch_state.pop, slot.group_param, None)
         shown.update(others)
 
     def entries_of_others(self, slot: Slot) -> dict[str, Any]:
@@ -225,32 +228,33 @@ class BlockRegistry:
             shown[key] = value.detach().to(slot.param.device, copy=True) if isinstance(value, Tensor) else value
 
     def restart_absent(self, torch_state: dict[Tensor, State]) -> None:
-        """Starts the states afresh that were taken out of `Optimizer.state` or replaced by {}, or of which a new one
-        has none."""
+        """Starts the states afresh that were taken out of `Optimizer.state`, cleared or replaced by {}, or of which a
+        new one has none."""
 
         def is_absent(slot: Slot) -> bool:
             state = torch_state.get(slot.group_param)
-            return not state and not isinstance(state, LiveState)
+            return not state and not isinstance(state, LiveState)  # that of a host-placed block is empty too
 
         by_block = [(live, [slot for slot in live.slots if is_absent(slot)]) for live in self.live.values()]
-        if self.torch_state is torch_state and not any(absent for _, absent in by_block):
-            return
-        self.synchronize()
-        self.torch_state, restarted = torch_state, []
-        for live, absent in by_block:
-            for slot in absent:
-                state = self.state[slot.param]
-                for key in slot.keys:
-                    if key != weights.CORRECTION:
-                        state[key].zero_()
-                self.set_state(slot, LiveState({key: state[key] for key in slot.keys}))
-                live.unseeded.discard(slot.name)
-            if absent and len(absent) == len(live.slots):
-                live.rms_unmeasured, live.previous_rms = True, None
-                self.init_match(live)
-            restarted += [slot.name for slot in absent]
-        self.drop_backends()
-        log.info("taken out of optimizer.state, so its state starts afresh: %s", groups.shorten(restarted))
+        restarted = [slot.name for _, absent in by_block for slot in absent]
+        if restarted or self.torch_state is not torch_state:
+            self.synchronize()
+            self.torch_state = torch_state
+            for live, absent in by_block:
+                for slot in absent:
+                    state = self.state[slot.param]
+                    for key in slot.keys:
+                        if key != weights.CORRECTION:
+                            state[key].zero_()
+                    self.set_state(slot, LiveState({key: state[key] for key in slot.keys}))
+                    live.unseeded.discard(slot.name)
+                if absent and len(absent) == len(live.slots):
+                    live.rms_unmeasured, live.previous_rms = True, None
+                    self.init_match(live)
+            self.drop_backends()
+            log.info("taken out of optimizer.state, so its state starts afresh: %s", groups.shorten(restarted))
+        if isinstance(torch_state, LiveStates):
+            torch_state.touched = False
 
     def init_match(self, live: LiveBlock, *, rms: float | None = None) -> None:
         """Gives a matched block its matching state, whose own RMS is not measured yet.

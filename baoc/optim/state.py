@@ -6,7 +6,8 @@ the step are views of one slab of bytes per block and device. A matched block ha
 host-placed blocks are in the optimizer's arena.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -35,8 +36,39 @@ class AbsentStateError(BadInputError, KeyError):
     __str__ = Exception.__str__  # KeyError's has quotes around the sentence
 
 
+def _noting(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    def noting(self: "LiveStates", *args: Any, **entries: Any) -> Any:
+        self.touched = True
+        return method(self, *args, **entries)
+
+    return noting
+
+
+class LiveStates(defaultdict[Tensor, State]):
+    """`Optimizer.state`. It notes writes, so that a step looks for entries that others took out only after some."""
+
+    touched = True  # of another type of dict, which a user may assign, a step looks at all entries each time
+    __setitem__, __delitem__, __ior__ = map(_noting, ("__setitem__", "__delitem__", "__ior__"))
+    pop, popitem, clear, update = map(_noting, ("pop", "popitem", "clear", "update"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,), None, None, iter(self.items())  # a copy belongs to no optimizer
+
+
 class LiveState(State):
     """A parameter's state as `Optimizer.state` has it, with a sentence for who looks for AdamW's in it."""
+
+    take_out: Callable[[], object] | None = None  # takes it out of `Optimizer.state`
+
+    def clear(self) -> None:
+        """Lets the next step start the state afresh, as an empty one of torch's optimizers does."""
+        if self.take_out is not None:
+            self.take_out()
+
+    def __reduce__(self) -> tuple[type[State], tuple[State]]:
+        return dict, (dict(self),)
 
     def __missing__(self, key: str) -> Tensor:
         if key not in ("exp_avg", "exp_avg_sq"):

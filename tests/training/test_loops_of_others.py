@@ -273,9 +273,33 @@ def of_some_by_empty_ones(optimizer: Any, before: Any) -> None:
     assert not optimizer.state[second]  # a defaultdict's read makes one
 
 
-@pytest.mark.parametrize(
-    "way", [by_clearing, by_a_new_state, by_setstate, by_loading, of_some, by_empty_ones, of_some_by_empty_ones]
-)
+def by_clearing_each(optimizer: Any, before: Any) -> None:
+    for state in tuple(optimizer.state.values()):
+        state.clear()
+
+
+def by_popping(optimizer: Any, before: Any) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state.pop(param)
+
+
+def by_updating(optimizer: Any, before: Any) -> None:
+    optimizer.state |= {param: {} for param in optimizer.state}
+
+
+def by_clearing_a_new_state(optimizer: Any, before: Any) -> None:
+    if type(optimizer.state) is not defaultdict:
+        optimizer.state = defaultdict(dict)
+    optimizer.state.clear()
+
+
+ALL = [
+    by_clearing, by_a_new_state, by_setstate, by_loading, by_empty_ones, by_clearing_each, by_popping, by_updating,
+    by_clearing_a_new_state,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [*ALL, of_some, of_some_by_empty_ones])
 def test_states_start_afresh_as_those_of_torch_do(way: Callable[[Any, Any], None]):
     """Dead units that are revived, agents that begin anew, Reptile: all reset AdamW by its `state`."""
     ended = []
@@ -284,15 +308,15 @@ def test_states_start_afresh_as_those_of_torch_do(way: Callable[[Any, Any], None
         model = Deep()
         optimizer: Any = make(model.parameters(), lr=1e-2)
         before = optimizer.state_dict()
-        for step in range(6):
-            if step == 3:
+        for step in range(8):
+            if step in (3, 6):
                 way(optimizer, before)
             plainly(optimizer, model.loss, step, None)
         ended.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
     torch.testing.assert_close(*ended, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("way", [by_clearing, by_a_new_state, by_setstate, by_loading, by_empty_ones])
+@pytest.mark.parametrize("way", ALL)
 def test_states_of_every_spec_start_afresh(way: Callable[[Any, Any], None]):
     torch.manual_seed(0)
     model = Deep()
@@ -318,6 +342,8 @@ def test_moments_of_adamw_are_told_where_they_are():
     plainly(optimizer, model.loss, 0, None)
     state = optimizer.state[next(model.parameters())]
     assert state.get("exp_avg") is None and "exp_avg" not in state
+    copied = copy.deepcopy(optimizer.state)
+    assert type(copied) is defaultdict and {type(each) for each in copied.values()} == {dict}  # none of ours in pickles
     with pytest.raises(BadInputError, match=r"has no exp_avg: .* keeps .*\. to_adamw_state_dict\(\) gives exp_avg"):
         state["exp_avg"]
     with pytest.raises(KeyError):  # which code may try for
