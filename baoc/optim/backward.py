@@ -30,7 +30,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -43,9 +43,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from baoc.errors import BadInputError, CheckpointError
 from baoc.kernels import capturing
-from baoc.optim.backends import HostedBackend, Options, StepInputs, StepUnit
-from baoc.optim.nonfinite import NonFiniteFilter
-from baoc.optim.registry import BlockRegistry
+from baoc.optim.backends import HostedBackend, Options, StepUnit
 from baoc.optim.state import LiveBlock
 from baoc.parallel import refuse_several_processes
 from baoc.planning.cost import grouped_bytes, stepping_groups
@@ -58,6 +56,7 @@ _ONE_BACKWARD_PER_STEP = (
 )
 _KEEP_GRADIENTS = "leave out `optimizer.last_backward()` where gradients are clipped, unscaled or dropped before step()"
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"  # attribute: GradScaler lets an optimizer that has it unscale by itself
+Owner = Any  # a BlockwiseOptimizer, which imports this module
 StreamId = tuple[int, int, int]  # of a CUDA stream: its number, device index and device type
 
 
@@ -113,36 +112,6 @@ class GradientObserver(Protocol):
         ...
 
 
-class SteppedOptimizer(Protocol):
-    """What steppers use of `BlockwiseOptimizer`; its docstring explains each member."""
-
-    before_check: list[Callable[[], object]]
-    before_step: list[BeforeStep]
-    after_step: list[Callable[[], object]]
-    finite_check: NonFiniteFilter
-    num_steps: int
-
-    @property
-    def registry(self) -> BlockRegistry: ...
-
-    @property
-    def nonfinite(self) -> str: ...
-
-    @property
-    def releaser(self) -> "DropGradients | None": ...
-
-    @property
-    def _optimizer_step_pre_hooks(self) -> Mapping[int, Any]: ...
-
-    def options(self) -> list[Options]: ...
-
-    def seed(self, blocks: Iterable[LiveBlock], /) -> None: ...
-
-    def warn_of_stalling(self, names: Iterable[str], /) -> None: ...
-
-    def inputs(self, masks: Mapping[Tensor, Tensor], *, options: Sequence[Options], phase: int) -> StepInputs: ...
-
-
 def release_settings(release: bool | GradientRelease, *, nonfinite: str) -> GradientRelease | None:
     """An optimizer's `release` argument as settings; None without release.
 
@@ -169,12 +138,12 @@ class BackwardStepper:
     late_text = ""  # when a setting acts that is changed between backward and `step`, for the warning
     stepped_text = ""  # why a call between steps is refused in the middle of one, for the error
 
-    def __init__(self, owner: SteppedOptimizer):
+    def __init__(self, owner: Owner):
         self._warned_late = False
         self._reset()
         self._adopt(owner)
 
-    def _adopt(self, owner: SteppedOptimizer) -> None:
+    def _adopt(self, owner: Owner) -> None:
         self._owner = weakref.ref(owner)
         self._lock = threading.RLock()
         self._handles: dict[Tensor, RemovableHandle] = {}
@@ -183,7 +152,7 @@ class BackwardStepper:
         self._options: list[Options] | None = None  # of the step in progress
 
     @property
-    def owner(self) -> SteppedOptimizer:
+    def owner(self) -> Owner:
         owner = self._owner()
         assert owner is not None, "hooks hold the stepper weakly, and the stepper is held by its owner"
         return owner
@@ -278,7 +247,7 @@ class DropGradients(BackwardStepper):
     late_text = "with gradient release it acts from the next backward on"
     stepped_text = "with gradient release some blocks are a step ahead of what the optimizer counts. Call step() first"
 
-    def __init__(self, owner: SteppedOptimizer, settings: GradientRelease):
+    def __init__(self, owner: Owner, settings: GradientRelease):
         self.settings = settings
         self.observer: GradientObserver | None = None
         self.before_block: Callable[[], object] | None = None
@@ -300,7 +269,7 @@ class DropGradients(BackwardStepper):
         self._groups: Mapping[str, Any] | None = None  # the registry's `step_groups` when `_pending` was made
         self._device = torch.device("cpu")
 
-    def _adopt(self, owner: SteppedOptimizer) -> None:
+    def _adopt(self, owner: Owner) -> None:
         refuse_several_processes("release")
         super()._adopt(owner)
         gradients = sum(param.nbytes for param in owner.registry.names if param.requires_grad)
@@ -326,7 +295,7 @@ class DropGradients(BackwardStepper):
         copied = {key: self.__dict__[key] for key in ("settings", "norm", "_warned_late", "_warned_hooks")}
         return {**copied, "observer": None, "before_block": None, "any_released": False, "gradient_bytes": {}}
 
-    def adopt(self, owner: SteppedOptimizer) -> None:
+    def adopt(self, owner: Owner) -> None:
         """Makes a copy the stepper of `owner`."""
         self._clear_index()
         self._reset()
@@ -400,9 +369,7 @@ class DropGradients(BackwardStepper):
         """Begins a step at its first gradient: checks the set-up, and reads the settings once for all blocks."""
         owner = self.owner
         self.any_released = False
-        before = owner.registry.unit
-        if owner.registry.step_unit() is not before:
-            owner.warn_of_stalling(owner.registry.live)  # weights may have been cast since
+        owner.current_unit()
         self._index_blocks()
         if owner.before_step:
             raise BadInputError(
@@ -691,7 +658,7 @@ class KeepGradients(BackwardStepper):
     late_text = "blocks that were stepped in backward take it in the next step"
     stepped_text = f"some host-placed blocks have been stepped in backward. Call step() first, or {_KEEP_GRADIENTS}"
 
-    def __init__(self, owner: SteppedOptimizer):
+    def __init__(self, owner: Owner):
         self._active = False
         self._arrival_order: list[Tensor] = []  # parameters, in the order in which their gradients became final
         self._ordered_blocks: set[str] = set()  # blocks when the registry last learned their order

@@ -5,14 +5,13 @@ per step, and half a bf16 or 8-bit step is .2 to .4 %. So encoding takes a `phas
 low-discrepancy sequence over steps and lanes (elements modulo 32) decides whether to round up or down, and the mean
 over steps is the exact value. There is no random state: the same phase gives the same bits.
 
-Below: the protocol, fp32 and bf16, the 8-bit codecs, the 4-bit codecs, the table of all, and `StoredState`.
+Below: the base class, fp32 and bf16, the 8-bit codecs, the 4-bit codecs, the table of all, and `StoredState`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import log
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ LANES = 32  # elements after which the thresholds of one step repeat
 _PER_STEP, _PER_LANE = 0.7548776662466927, 0.5698402909980532
 
 
-@runtime_checkable
-class Codec(Protocol):
+class Codec:
     """A storage format of a tensor. Objects are stateless and shared; the registry has one per name.
 
     `parts` maps "" to the payload, which has the state's shape (flat if two codes share a byte), and ".scale" to the
@@ -37,17 +35,15 @@ class Codec(Protocol):
     as 0, and an infinity as the codec's largest number. fp32 stores all numbers as they are.
     """
 
-    @property
-    def info(self) -> CodecInfo: ...
+    in_place = False  # True if `decode` returns the stored tensor itself, so that writing to it is storing
+    dtype: torch.dtype  # of the payload
 
-    @property
-    def in_place(self) -> bool:
-        """True if `decode` returns the stored tensor itself, so that writing to it is storing."""
-        ...
+    def __init__(self, info: CodecInfo):
+        self.info = info
 
     def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
         """Parts that decode to zeros. They take `info.nbytes(numel)` bytes together."""
-        ...
+        return {"": torch.zeros(tuple(shape), dtype=self.dtype, device=device)}
 
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
@@ -60,11 +56,11 @@ class Codec(Protocol):
                 changes only with its group's scale. The scale follows from the new values, but is never too small for
                 those that stay.
         """
-        ...
+        raise NotImplementedError
 
     def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
         """The stored numbers as fp32 of `shape`."""
-        ...
+        raise NotImplementedError
 
 
 def thresholds(phase: int, *, new: Tensor | None, group: int, device: torch.device) -> Tensor:
@@ -106,20 +102,7 @@ def add_lanes_(flat: Tensor, pattern: Tensor) -> Tensor:
 # -- fp32 and bf16: one number per element and no scales ----------------------------------------------------------
 
 
-class _Stored:
-    """Base of the codecs: a payload of one type."""
-
-    in_place = False
-    dtype: torch.dtype
-
-    def __init__(self, info: CodecInfo):
-        self.info = info
-
-    def allocate(self, shape: Sequence[int], device: torch.device | str) -> dict[str, Tensor]:
-        return {"": torch.zeros(tuple(shape), dtype=self.dtype, device=device)}
-
-
-class Fp32(_Stored):
+class Fp32(Codec):
     """The numbers themselves. `decode` returns the stored tensor, and encoding that same tensor does nothing."""
 
     in_place = True
@@ -135,7 +118,7 @@ class Fp32(_Stored):
         return parts[""]
 
 
-class Bf16(_Stored):
+class Bf16(Codec):
     """Rounded to bfloat16: relative error at most 2^-8 to nearest, 2^-7 with a phase."""
 
     dtype = torch.bfloat16
@@ -158,7 +141,7 @@ class Bf16(_Stored):
 # -- groups of consecutive elements that share a scale ------------------------------------------------------------
 
 
-class Grouped(_Stored):
+class Grouped(Codec):
     """Base of the codecs with scales: groups, padding, and two 4-bit codes to a byte. A subclass has the codes."""
 
     scale_dtype = torch.bfloat16

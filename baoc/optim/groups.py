@@ -25,7 +25,7 @@ from baoc.core.catalogue import (
     unknown_spec_error,
 )
 from baoc.errors import BadInputError, unknown_name
-from baoc.optim.rules import RULES, UpdateRule
+from baoc.optim.rules import RULES, Rule
 from baoc.optim.rules.matrix import SummingRule
 from baoc.optim.shards import with_sharding
 from baoc.optim.wrappers import refuse_shard, refuse_zero
@@ -307,7 +307,7 @@ def check_applies(spec: OptimizerSpec, *, block: Block) -> None:
         )
 
 
-def _unsummed(block: Block, *, rule: UpdateRule) -> str:
+def _unsummed(block: Block, *, rule: Rule) -> str:
     """Why a rule that does not sum over ranks cannot step the block, as a clause for a message; empty if it can."""
     sharded = next((param.name for param in block.params if param.whole is not None), None)
     if sharded is None or not sums_columns(rule.info) or isinstance(rule, SummingRule):

@@ -134,13 +134,16 @@ class NonFiniteFilter:
         params = [param for param in names if param.grad is not None]
         self._masks = {param: mask for param, mask in self._masks.items() if self._was_checked(param)}
         self._checked_grads = {param: TensorWeakRef(param.grad) for param in params if param.grad is not None}
-        if not params or all_finite(params, names=names):
-            return {}
-        counts = {}
-        for param, finite in zero_nonfinite_(params).items():
-            counts[names[param]] = int(finite.numel() - finite.sum())
-            before = self._masks.get(param)
-            self._masks[param] = finite if before is None else finite & before
+        counts: dict[str, int] = {}
+        for param in params if params and not all_finite(params, names=names) else ():
+            grad = param.grad
+            assert grad is not None
+            finite = usable(grad)
+            if num_others := int(finite.numel() - finite.sum()):
+                counts[names[param]] = num_others
+                grad.masked_fill_(~finite, 0.0)
+                before = self._masks.get(param)
+                self._masks[param] = finite if before is None else finite & before
         return counts
 
     @contextmanager
@@ -221,17 +224,3 @@ def all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool
     # makes the caller check each element. Half the limit, because norms are rounded.
     norms = [torch.nn.utils.get_total_norm(grads, norm_type=2.0) for grads in by_device.values()]
     return all([bool(norm < LIMIT / 2) for norm in norms])
-
-
-def zero_nonfinite_(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Zeroes non-finite elements of gradients. Returns parameter -> bool mask, True where finite, if it had some."""
-    masks = {}
-    for param in params:
-        grad = param.grad
-        if grad is None or not grad.numel():
-            continue
-        finite = usable(grad)
-        if not bool(finite.all()):
-            grad.masked_fill_(~finite, 0.0)
-            masks[param] = finite
-    return masks

@@ -2,7 +2,7 @@
 
 It decides nothing about specs: they are given when it is built, and changed by `migrate`. A step goes through
 
-1. `_current_unit`: the backends of all blocks, which `baoc.optim.registry` rebuilds only after a parameter or state has
+1. `current_unit`: the backends of all blocks, which `baoc.optim.registry` rebuilds only after a parameter or state has
    moved,
 2. `finite_check` (`baoc.optim.nonfinite`), which may mask gradient elements or skip the step,
 3. the subscribers of `before_step`, who see the final gradients,
@@ -261,7 +261,7 @@ class BlockwiseOptimizer(Optimizer):
         for subscriber in tuple(self.before_check):
             subscriber()
         _refuse_capture()
-        unit = self._current_unit()
+        unit = self.current_unit()
         options = self.options()  # before the check, which forgets what it found: this may raise
         masks = self.finite_check.check(unit, step=self.num_steps + 1, final=bool(self.before_step))
         if masks is None:
@@ -303,22 +303,11 @@ class BlockwiseOptimizer(Optimizer):
         if registry.frozen and any([param.grad is not None for param in registry.frozen]):
             self._add_late_params(registry.thawed_params(self.param_groups))
 
-    def _current_unit(self) -> StepUnit:
-        """The StepUnit of this step: that of the last step, unless parameters or states have moved since.
-
-        These are the checks of `BlockRegistry.step_unit`, without its calls.
-        """
-        registry = self.registry
-        unit, sample = registry.unit, registry.sample_state
-        if unit is None:
-            self.warn_of_stalling(registry.live)  # weights may have been cast since
-        if unit is None or registry.may_be_overwritten or not registry.placed:
-            return registry.step_unit()
-        if sample is not None and sample[0].get(sample[1]) is not sample[2]:
-            return registry.step_unit()
-        if any([backend.moved for backend in unit.backends]):  # a list is faster than a generator
-            registry.drop_backends()
-            return self._current_unit()
+    def current_unit(self) -> StepUnit:
+        """The StepUnit of this step: that of the last step, unless parameters or states have moved since."""
+        before, unit = self.registry.unit, self.registry.step_unit()
+        if unit is not before:
+            self.warn_of_stalling(self.registry.live)  # weights may have been cast since
         return unit
 
     def seed(self, blocks: Iterable[LiveBlock]) -> None:

@@ -39,7 +39,7 @@ from baoc.optim.backends import Backend, BackendChoice, StepUnit, build_backends
 from baoc.optim.nonfinite import new_nonfinite
 from baoc.optim.offload import HostArena, Pipelines, drop_stale_correction, fill_param, replace_params, transfer_order
 from baoc.optim.rules import RULES
-from baoc.optim.shards import Shard, ShardGroup, check_codec_groups, common_group, is_sharded, local_shard, shard_of
+from baoc.optim.shards import Shard, ShardGroup, check_codec_groups, is_sharded, local_shard, shard_of
 from baoc.optim.state import (
     LiveBlock,
     LiveState,
@@ -186,8 +186,9 @@ class BlockRegistry:
             shard = shard_of(param)
             if shard is None:
                 return param, None
-            shards = {self.names.get(other, "another"): each for other, (_, each) in self.local_params.items()}
-            self.shard_group = common_group({**shards, name: shard})
+            self.shard_group = self.shard_group or shard.group
+            if shard.group.process_group is not self.shard_group.process_group:
+                raise refusal("meshes", name=name, other=self.names.get(next(iter(self.local_params)), "another"))
             self.local_params[param] = local_shard(param).detach(), shard
         return self.local_params[param]
 

@@ -94,17 +94,6 @@ def largest_shard(info: ParamInfo, *, param: Any) -> ParamInfo:
     return replace(info, shape=(-(-rows // shard.group.size), *others), whole=tuple(shard.param.shape))
 
 
-def refuse_placement(param: Any, *, name: str) -> None:
-    """Raises BadInputError for a DTensor that is not sharded as `fully_shard` does it, or that is offloaded by it."""
-    if not is_sharded(param):
-        return
-    sharded = [placement for placement in param.placements if not placement.is_replicate()]
-    if not (len(sharded) == 1 and type(sharded[0]) is _tensor_module().Shard and sharded[0].dim == 0):
-        raise refusal("placement", name=name, placements=", ".join(map(str, param.placements)))
-    if param.device_mesh.device_type != "cpu" and local_shard(param).device.type == "cpu":
-        raise refusal("offloaded", name=name)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGroup:
     """The ranks over which parameters are sharded."""
@@ -118,12 +107,6 @@ class ShardGroup:
         if self.size > 1:
             torch.distributed.all_reduce(tensor, group=self.process_group)
         return tensor
-
-    def all_reduce_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """The sum of each number over ranks."""
-        if self.size == 1:
-            return list(numbers)
-        return self.all_reduce_(torch.tensor(numbers, dtype=torch.float64, device="cpu")).tolist()
 
     def all_to_all(self, parts: Tensor, *, into: Tensor) -> Tensor:
         """All-to-all: part i of the first dimension goes to rank i, and part i of `into` comes from rank i."""
@@ -200,17 +183,3 @@ def check_codec_groups(info: ParamInfo, *, states: Mapping[str, tuple[int, int]]
         raise refusal(
             "edges", name=info.name, shape=tuple(shard.param.shape), size=size, spec=spec, parts=NUM_ROW_PARTS
         )
-
-
-def common_group(shards: Mapping[str, Shard]) -> ShardGroup | None:
-    """The ranks over which all parameters are sharded; None if none is. `shards`: by parameter name.
-
-    Raises BadInputError if parameters are sharded over different sets of ranks.
-    """
-    if not shards:
-        return None
-    (first_name, first), *others = shards.items()
-    for name, shard in others:
-        if shard.group.process_group is not first.group.process_group:
-            raise refusal("meshes", name=name, other=first_name)
-    return first.group

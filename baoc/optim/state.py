@@ -19,7 +19,7 @@ from baoc.core.catalogue import STORAGES, WEIGHTS
 from baoc.core.recipes import BlockTuning
 from baoc.errors import BadInputError
 from baoc.optim.codecs import CODEC_IMPLS, StoredState
-from baoc.optim.rules import RULES, RuleContext, UpdateRule
+from baoc.optim.rules import RULES, Rule, RuleContext
 from baoc.optim.shards import Shard, largest_shard, unsharded
 from baoc.optim.weights import CORRECTION
 from baoc.planning.candidates import sums_columns
@@ -106,7 +106,7 @@ class Slot:
     info: ParamInfo
     group: int  # index into param_groups
     options_index: int  # into a step's options: `group`, or if it is tuned an index behind those of all groups
-    rule: UpdateRule
+    rule: Rule
     weights: str
     states: tuple[StoredState, ...]
     tensors: tuple[StateTensor, ...]
@@ -156,12 +156,15 @@ class Slot:
         """A context for functions that need the tensor's shape only."""
         return self.context(step=0, betas=(0.0, 0.0), eps=0.0)
 
-    def context(self, *, step: int, betas: tuple[float, float], eps: float) -> RuleContext:
+    def context(
+        self, *, step: int, betas: tuple[float, float], eps: float, finite: Tensor | None = None
+    ) -> RuleContext:
         return RuleContext(
             step=step,
             beta1=betas[0],
             beta2=betas[1],
             eps=eps,
+            finite=finite,
             matrix=self.matrix,
             transposed=self.info.transposed,
             shard=self.shard if self.gathers_rows or self.sums_over_ranks else None,
@@ -193,7 +196,7 @@ class LiveBlock:
 
     block: Block
     spec: OptimizerSpec
-    rule: UpdateRule
+    rule: Rule
     slots: list[Slot]
     match: Tensor | None = None
     rms_unmeasured: bool = True

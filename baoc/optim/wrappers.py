@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from baoc.errors import BadInputError
 from baoc.optim import weights
-from baoc.optim.shards import refuse_placement
+from baoc.optim.shards import is_sharded, local_shard
 from baoc.optim.state import LiveBlock
 from baoc.parallel import refusal
 
@@ -29,9 +29,16 @@ _MAX_FRAMES = 8  # up to the caller that builds the optimizer: constructors of s
 _MARK = "baoc: whether this node is kept"
 
 
-def refuse_shard(param: Tensor, *, name: str) -> None:
-    """Raises BadInputError if `param` is sharded in another way than by `fully_shard`."""
-    refuse_placement(param, name=name)
+def refuse_shard(param: Any, *, name: str) -> None:
+    """Raises BadInputError if `param` is sharded in another way than by `fully_shard`, or offloaded by that."""
+    if is_sharded(param):
+        from torch.distributed.tensor import Shard  # imported by now, as there is a DTensor
+
+        sharded = [placement for placement in param.placements if not placement.is_replicate()]
+        if not (len(sharded) == 1 and type(sharded[0]) is Shard and sharded[0].dim == 0):
+            raise refusal("placement", name=name, placements=", ".join(map(str, param.placements)))
+        if param.device_mesh.device_type != "cpu" and local_shard(param).device.type == "cpu":
+            raise refusal("offloaded", name=name)
     if getattr(param, "_fsdp_flattened", False):
         raise refusal("fsdp1", name=name)
 

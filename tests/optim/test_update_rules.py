@@ -6,7 +6,7 @@ from torch import Tensor
 
 from baoc.core.catalogue import NATIVE
 from baoc.core.rule_tags import RULE_INFOS
-from baoc.optim.rules import RULES, Direction, RuleContext, UpdateRule
+from baoc.optim.rules import RULES, Direction, Rule, RuleContext
 from baoc.types import ParamInfo, StateKind, StateLayout
 from tests.support.optimizing import info
 
@@ -43,7 +43,7 @@ def test_rules_of_the_catalogue_are_those_that_exist() -> None:
 @pytest.mark.parametrize("rule", RULES)
 class TestUpdateRule:
     def test_follows_the_protocol(self, rule: str) -> None:
-        assert isinstance(RULES[rule], UpdateRule)
+        assert isinstance(RULES[rule], Rule)
         assert RULES[rule].info.name == rule and RULES[rule].info.description
 
     def test_declares_states_that_tell_what_they_are(self, rule: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baoc.kernels.triton.kinds import GROUP, PACKED, Shape
 from baoc.kernels.triton.matrix_kinds import shares_lines, stored, whole_lines
-from baoc.kernels.triton.table import FusedTable, cached_per_table
+from baoc.kernels.triton.table import FusedTable
 
 OFFSETS = 8  # columns of `offsets`
 NONE, WHOLE = -1, -2  # in place of a vector's offset: no vector; none needed, as a program steps complete lines
@@ -79,7 +79,7 @@ class Plan:
         self.both_sums = self._both_programs() if self.adafactor else {}
         self.line_jobs, self.column_jobs = self._jobs(line_jobs), self._jobs(column_jobs)
         self._allocate()
-        del self._table  # plans are cached by weak references to tables
+        del self._table  # which holds the plan
 
     # -- layout of sums and vectors -------------------------------------------------------------------------------
 
@@ -187,4 +187,7 @@ class Plan:
         self.scales = self._zeros(len(self._offsets))  # Adafactor's factor of a tensor's update
 
 
-plan_of = cached_per_table(Plan)
+def plan_of(table: FusedTable) -> Plan:
+    if not table.plans:
+        table.plans[None] = Plan(table)
+    return table.plans[None]

@@ -42,7 +42,7 @@ from baoc.kernels.triton.storage import lanes_like, load_param, load_scaled_m, s
 from baoc.kernels.triton.table import start
 
 if TYPE_CHECKING:
-    from baoc.kernels.triton.table import FusedTable, ShardGroup
+    from baoc.kernels.triton.table import FusedTable
 
 _TINY = tl.constexpr(1e-30)  # as baoc.optim.rules.base
 _NORM_BLOCK_SIZE = 1024
@@ -359,7 +359,7 @@ def _step(
     )  # fmt: skip
 
 
-def _orthogonalize_sharded(workspace: Tensor, *, batch: muon_plan.Batch, share: int, shards: "ShardGroup") -> Tensor:
+def _orthogonalize_sharded(workspace: Tensor, *, batch: muon_plan.Batch, share: int, shards: Any) -> Tensor:
     """Orthogonalizes a sharded batch: all-to-all by matrix, orthogonalize this rank's share of the matrices, all-to-all
     back by rows. The workspace begins with this rank's rows of every matrix; the result lies in it in the same order.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 from baoc.kernels.polar import padded, workspace_bytes
 from baoc.kernels.triton.kinds import Shape
 from baoc.kernels.triton.matrix_kinds import stored
-from baoc.kernels.triton.table import FusedTable, cached_per_table
+from baoc.kernels.triton.table import FusedTable
 
 # Workspace of a batch: enough that products of 768 x 768 matrices keep an H100 busy. A single matrix may take more.
 BATCH_BYTES = 256 * 2**20
@@ -108,15 +108,11 @@ def _int32(numbers: list[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
-_plans = cached_per_table(lambda _: dict[int | None, Plan]())
-
-
 def plan_of(table: FusedTable) -> Plan:
     """The table's plan within its `max_workspace_bytes`."""
-    by_limit = _plans(table)
-    if table.max_workspace_bytes not in by_limit:
-        by_limit[table.max_workspace_bytes] = Plan(table)
-    return by_limit[table.max_workspace_bytes]
+    if table.max_workspace_bytes not in table.plans:
+        table.plans[table.max_workspace_bytes] = Plan(table)
+    return table.plans[table.max_workspace_bytes]
 
 
 def halve_workspace(table: FusedTable) -> bool:

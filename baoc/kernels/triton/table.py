@@ -5,10 +5,9 @@ engine that holds the table, see `baoc.kernels.triton.engine`.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from baoc.kernels.triton.kinds import CORRECTION, MATCH, PARAM, PHASED, WIDTH, K
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_LAUNCHES = 64  # keys: gradients come in few types, workspaces lie at few places
 _recording = threading.local()  # `launches`: the list that is being recorded, if any
-T = TypeVar("T")
 
 
 def fits(param: Tensor) -> bool:
@@ -55,21 +53,6 @@ class KeptLaunches:
             self._by_key[key] = of, launches
 
 
-class ShardGroup(Protocol):
-    """The ranks that hold shards of a table's tensors."""
-
-    @property
-    def size(self) -> int: ...
-
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """All-reduces the tensor by sum, in place."""
-        ...
-
-    def all_to_all(self, parts: Tensor, *, into: Tensor) -> Tensor:
-        """All-to-all: `parts[i]` goes to rank i, `into[i]` comes from rank i. Returns `into`."""
-        ...
-
-
 class FusedTable:
     """All tensors of one kind on one device, in order.
 
@@ -84,7 +67,8 @@ class FusedTable:
             follow each other.
         shapes: needed by rules that see matrices.
         seeds: of stochastic rounding, for weights "bf16_sr".
-        shards: the ranks that hold rows of the matrices, if the rule needs complete matrices.
+        shards: the ranks that hold rows of the matrices, if the rule needs complete matrices: a
+            `baoc.optim.shards.ShardGroup`, which kernels may not import.
         unsharded_shapes: the shapes of these complete matrices.
     """
 
@@ -114,7 +98,7 @@ class FusedTable:
         shapes: Sequence[Shape] | None = None,
         seeds: Sequence[int] | None = None,
         config: LaunchConfig | None = None,
-        shards: ShardGroup | None = None,
+        shards: Any = None,
         unsharded_shapes: Sequence[Shape] | None = None,
     ):
         num = len(params)
@@ -136,6 +120,7 @@ class FusedTable:
         self._alive += [tensor for key in self.columns for state in states if (tensor := state.get(key)) is not None]
         self._lay_out()
         self._buffers: dict[str, Tensor] = {}
+        self.plans: dict[int | None, Any] = {}  # of `means_plan` or `muon_plan`, by `max_workspace_bytes`
         self.launches = KeptLaunches()
 
     def _row(self, index: int, state: Mapping[str, Tensor], *, seed: int) -> list[int]:
@@ -222,16 +207,3 @@ def _prepared(
     by_name = [options[name] for name in kernel.arg_names[len(arguments) :]]
     in_order = [value.data_ptr() if isinstance(value, Tensor) else value for value in (*arguments, *by_name)]
     return partial(compiled[(*grid, 1, 1)[:3]], *in_order)
-
-
-def cached_per_table(make: Callable[[FusedTable], T]) -> Callable[[FusedTable], T]:
-    """`make` with a cache: called once per table, and its result lives as long as the table."""
-    cache: weakref.WeakKeyDictionary[FusedTable, T] = weakref.WeakKeyDictionary()
-
-    def cached(table: FusedTable) -> T:
-        value = cache.get(table)
-        if value is None:
-            value = cache[table] = make(table)
-        return value
-
-    return cached

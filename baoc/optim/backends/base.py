@@ -5,21 +5,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from baoc.kernels.triton.kinds import Options
 from baoc.optim.state import LiveBlock, State
 
 
-# These two are made in each step. They are not frozen, because a frozen one takes a microsecond more to make.
-@dataclass(slots=True, kw_only=True)
-class Options:
-    """A parameter group's settings in one step. Nobody changes them."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen, as `Options`
 class StepInputs:
     """What backends need for one step. Nobody changes it.
 

@@ -234,17 +234,7 @@ def _rule_inputs(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store
     states = decoded(slot, state)
     if not store:
         states = {name: tensor.clone() for name, tensor in states.items()}
-    ctx = RuleContext(
-        step=step,
-        beta1=options.betas[0],
-        beta2=options.betas[1],
-        eps=options.eps,
-        finite=finite,
-        matrix=slot.matrix,
-        transposed=slot.info.transposed,
-        shard=slot.shard if slot.gathers_rows or slot.sums_over_ranks else None,
-    )
-    old = {}
+    ctx, old = slot.context(step=step, betas=options.betas, eps=options.eps, finite=finite), {}
     if finite is not None:
         names = [each.decl.name for each in slot.states if each.is_full]
         old = {name: states[name][~finite] for name in names}

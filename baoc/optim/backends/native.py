@@ -186,7 +186,7 @@ class _Unit:
             if slot.shard is not None and table.active[index]:
                 norm, count = table.norms[index]
                 numbers[places[id(slot)] : places[id(slot)] + 2] = [norm * norm, count]
-        totals = group.all_reduce_numbers(numbers)
+        totals = group.all_reduce_(torch.tensor(numbers, dtype=torch.float64, device="cpu")).tolist()
         self.sums = {key: (totals[place] ** 0.5, int(totals[place + 1])) for key, place in places.items()}
         for table, index, slot in members:
             if slot.shard is not None:

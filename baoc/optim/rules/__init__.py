@@ -8,13 +8,13 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from baoc.core.rule_tags import OWN_RULES
-from baoc.optim.rules.base import Direction, Rule, RuleContext, UpdateRule
+from baoc.optim.rules.base import Direction, Rule, RuleContext
 
-__all__ = ["RULES", "Direction", "Rule", "RuleContext", "UpdateRule"]
+__all__ = ["RULES", "Direction", "Rule", "RuleContext"]
 
 
-def _discover() -> dict[str, UpdateRule]:
-    rules: dict[str, UpdateRule] = {}
+def _discover() -> dict[str, Rule]:
+    rules: dict[str, Rule] = {}
     for module in iter_modules(__path__):
         for rule in getattr(import_module(f"{__name__}.{module.name}"), "RULES", ()):
             assert rule.info.name not in rules, f"two rules are called {rule.info.name}"
@@ -26,4 +26,4 @@ def _discover() -> dict[str, UpdateRule]:
     return rules
 
 
-RULES: dict[str, UpdateRule] = _discover()
+RULES: dict[str, Rule] = _discover()

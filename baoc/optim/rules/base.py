@@ -4,7 +4,7 @@ Rules know nothing of storage, parameter groups, matching or weight decay; those
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -52,12 +52,11 @@ class Direction:
         return self.numerator if self.denominator is None else self.numerator / self.denominator
 
 
-@runtime_checkable
-class UpdateRule(Protocol):
-    """One update rule. Its object holds no state; the registry keeps one per name, which all optimizers share."""
+class Rule:
+    """Base of update rules. An object holds no state; the registry keeps one per name, which all optimizers share."""
 
-    @property
-    def info(self) -> RuleInfo: ...
+    def __init__(self, info: RuleInfo):
+        self.info = info
 
     def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
         """Updates `states` in place with `grad` and returns the update.
@@ -66,20 +65,10 @@ class UpdateRule(Protocol):
         declared shape. Means and sums leave out the elements where `ctx.finite` is False; an average over no elements
         keeps its value. States may be anything at excluded elements, because the caller restores them.
         """
-        ...
+        raise NotImplementedError
 
     def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
         """The update of step `ctx.step`, recomputed from the states after it; None if they do not determine it."""
-        ...
-
-
-class Rule:
-    """Base of the rules in this package, whose states do not determine the last update unless they override `last`."""
-
-    def __init__(self, info: RuleInfo):
-        self.info = info
-
-    def last(self, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction | None:
         return None
 
     def __repr__(self) -> str:
