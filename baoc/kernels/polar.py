@@ -37,14 +37,3 @@ def workspace_spans(num: int, lines: int, length: int) -> list[tuple[int, int]]:
 def workspace_bytes(num: int, lines: int, length: int) -> int:
     """Bytes of the workspace for `num` matrices [lines, length], the matrices included."""
     return -(-workspace_spans(num, lines, length)[-1][1] // _ALIGNMENT) * _ALIGNMENT
-
-
-def products(lines: int, length: int) -> float:
-    """Floating-point operations of one matrix's products; of symmetric products only the half that is computed."""
-    short, long = sorted((lines, length))
-    total = 0.0
-    for steps in STRETCHES:
-        # p at each step, q at all but the first, and two for the next X X^T at all but the last
-        squares = 4 * steps - 3
-        total += short * short * long + squares * short**3 + 2 * short * short * long
-    return total

@@ -89,12 +89,6 @@ def test_a_room_holds_what_the_products_need_and_no_part_overlaps() -> None:
     assert parts[-1][1] <= polar.workspace_bytes(3, 16, 48) < parts[-1][1] + 256
 
 
-def test_operations_are_those_of_the_products_that_are_made() -> None:
-    """Of a square matrix 20 s^3 as with five plain steps of symmetric products; of a wide one fewer."""
-    assert polar.products(64, 64) == 20 * 64**3
-    assert polar.products(64, 256) == polar.products(256, 64) == (2 * 4 + 14 + 2 * 8) * 64**3
-
-
 def test_a_plan_is_told_of_the_room_and_that_bytes_do_not_tell_its_seconds() -> None:
     params = [torch.empty(64, 3, 8, 8), torch.empty(192, 64), torch.empty(64)]
     assert fused.temporary_bytes(SPECS["muon_int8"], params=params) == polar.workspace_bytes(1, 192, 64)

@@ -162,16 +162,6 @@ class Engine:
             table.num_nonfinite, table.steps = self.num_nonfinite[begin:end], self.settings.steps[begin:end]
             table.partial = self.partial[program : program + max(table.num_programs, 1)]
 
-    @property
-    def nbytes(self) -> int:
-        """Device bytes beyond the optimizer's state, those of the tables included."""
-        own = (
-            self.ptrs, self._shapes, self.numels, self.repair, self.sums, self.num_skipped, self.partial,
-            self._program_spans, self._block_starts, self._block_members,
-        )  # fmt: skip
-        total = self._upload.nbytes + sum(t.numel() * t.element_size() for t in own)
-        return total + sum(table.nbytes for table in self.tables) + (self._marks.nbytes if self._marks else 0)
-
     # -- the host's part ------------------------------------------------------------------------------------------
 
     def stage(self, options: Sequence[Options], *, thresholds: memoryview | None = None, phase: int = 0) -> None:

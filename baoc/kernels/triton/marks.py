@@ -72,10 +72,6 @@ class Marks:
         self._dtypes: list[torch.dtype] = []
         self._codes = torch.zeros(size, dtype=torch.int32, device=self._device)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self._owner, self._first, self._codes))
-
     def mark(self, grad_ptrs: Tensor, *, numels: Tensor, num_nonfinite: Tensor, first: bool) -> None:
         """Marks all gradients, by one launch per dtype."""
         dtypes = [table.grad_dtype for table in self._tables]

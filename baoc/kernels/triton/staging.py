@@ -299,10 +299,6 @@ class Upload:
         memory = (self._slots, self._received, self._pinned_count)
         weakref.finalize(self, RETIRED.append, (device, memory)).atexit = False
 
-    @property
-    def nbytes(self) -> int:
-        return self.device.nbytes + self.back.nbytes + self._num_copied.nbytes
-
     def slot(self) -> int:
         """Index of the slot to fill, the same until it is sent. The slot still has the bytes of an older step."""
         if self.sending:

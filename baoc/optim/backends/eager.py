@@ -1,6 +1,7 @@
 """The reference step, in torch operations on one tensor at a time: every other backend is tested against it.
 
-One tensor takes these steps: `advance` decodes its states, runs the rule on the gradient, and encodes the states.
+One tensor takes these steps: `advance` decodes its states, runs the rule on the gradient, and encodes the states. It is
+a generator, which yields where a rule needs sums over ranks (`run_in_lockstep`).
 `apply_` then sets param <- (1 - lr wd) param - lr factor update. A block that is matched has one factor for all of its
 tensors (`_step_together`, see `baoc.optim.matching`). For uniform AdamW the operations and their order are those of
 torch.optim.AdamW(foreach=False, fused=False).
@@ -16,7 +17,7 @@ from torch import Tensor
 from baoc.optim import weights
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.rules import Direction
-from baoc.optim.rules.base import TINY, RuleContext
+from baoc.optim.rules.base import TINY
 from baoc.optim.rules.matrix import RankSums, SummingRule
 from baoc.optim.shards import ShardGroup
 from baoc.optim.state import LiveBlock, Slot, State
@@ -67,7 +68,8 @@ def has_changed(slot: Slot) -> bool:
 def _step_plain(slot: Slot, inputs: StepInputs) -> None:
     """Steps one tensor. Its temporaries are freed on return, so plans count those of one tensor."""
     finite = inputs.masks.get(slot.param)
-    apply_(slot, advance(slot, inputs, finite=finite), inputs=inputs, finite=finite)
+    (direction,) = run_in_lockstep([advance(slot, inputs, finite=finite)], group=None)
+    apply_(slot, direction, inputs=inputs, finite=finite)
 
 
 def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
@@ -146,7 +148,7 @@ def _direction_and_norm(
 ) -> RankSums[tuple[Direction, float | Tensor, int]]:
     finite, norm, count = inputs.masks.get(slot.param), 0.0, 0
     if slot.param.numel() or slot.sums_over_ranks:
-        direction = yield from advance_in_steps(slot, inputs, finite=finite, store=store)
+        direction = yield from advance(slot, inputs, finite=finite, store=store)
     else:  # this rank has no rows, and takes part in the other ranks' messages
         direction = Direction(numerator=slot.param)
         if slot.gathers_rows and slot.shard is not None:
@@ -190,67 +192,36 @@ def run_in_lockstep(runs: Sequence[RankSums[T]], *, group: ShardGroup | None) ->
     return [results[index] for index in range(len(runs))]
 
 
-def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> Direction:
-    """Runs the rule on the parameter's gradient. `store`: keeps the new states; else they are computed on copies."""
-    work = _rule_inputs(slot, inputs, finite=finite, store=store)
-    direction = slot.rule.direction(work.grad, states=work.states, ctx=work.ctx)
-    _store_states(slot, inputs, work=work, store=store)
-    return direction
+def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> RankSums[Direction]:
+    """Runs the rule on the parameter's gradient. Yields this rank's part of each sum over ranks.
 
-
-def advance_in_steps(
-    slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True
-) -> RankSums[Direction]:
-    """`advance` as a generator, which yields this rank's part of each sum over ranks."""
-    if not slot.sums_over_ranks:
-        return advance(slot, inputs, finite=finite, store=store)
-    assert isinstance(slot.rule, SummingRule)
-    work = _rule_inputs(slot, inputs, finite=finite, store=store)
-    direction = yield from slot.rule.steps(work.grad, states=work.states, ctx=work.ctx)
-    _store_states(slot, inputs, work=work, store=store)
-    return direction
-
-
-@dataclass(slots=True, kw_only=True)
-class _RuleInputs:
-    """The gradient in fp32 and the decoded states. `old`: states of the excluded elements, which get them back."""
-
-    grad: Tensor
-    states: dict[str, Tensor]
-    old: dict[str, Tensor]
-    ctx: RuleContext
-
-
-def _rule_inputs(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool) -> _RuleInputs:
-    state, options = inputs.state[slot.param], inputs.options[slot.options_index]
-    step = 0
-    if slot.counts_steps:
-        count = state["step"]
-        step = int(count.item()) + 1
-        if store and slot.param.numel():  # the optimizer counts the steps of slots without rows
-            count += 1
-    grad = slot.param.grad
+    `store`: counts the step and keeps the new states; else they are computed on copies.
+    """
+    state, options, grad = inputs.state[slot.param], inputs.options[slot.options_index], slot.param.grad
     assert grad is not None
-    states = decoded(slot, state)
+    grad, states, step = grad if grad.dtype is torch.float32 else grad.float(), decoded(slot, state), 0
+    if slot.counts_steps:
+        step = int(state["step"].item()) + 1
+        if store and slot.param.numel():  # the optimizer counts the steps of slots without rows
+            state["step"] += 1
     if not store:
         states = {name: tensor.clone() for name, tensor in states.items()}
-    ctx, old = slot.context(step=step, betas=options.betas, eps=options.eps, finite=finite), {}
+    ctx = slot.context(step=step, betas=options.betas, eps=options.eps, finite=finite)
+    old = {}  # states of excluded elements, which get them back
     if finite is not None:
-        names = [each.decl.name for each in slot.states if each.is_full]
-        old = {name: states[name][~finite] for name in names}
-    return _RuleInputs(grad=grad if grad.dtype is torch.float32 else grad.float(), states=states, old=old, ctx=ctx)
-
-
-def _store_states(slot: Slot, inputs: StepInputs, *, work: _RuleInputs, store: bool) -> None:
-    """Gives excluded elements their old states back, and encodes the states."""
-    if not store:
-        return
-    finite = work.ctx.finite
-    for name, values in work.old.items():
-        assert finite is not None
-        work.states[name][~finite] = values
-    for each in slot.encoded_states if slot.param.numel() else ():
-        each.encode_(inputs.state[slot.param], work.states[each.decl.name], phase=inputs.phase, new=finite)
+        old = {each.decl.name: states[each.decl.name][~finite] for each in slot.states if each.is_full}
+    if slot.sums_over_ranks:
+        assert isinstance(slot.rule, SummingRule)
+        direction = yield from slot.rule.steps(grad, states=states, ctx=ctx)
+    else:
+        direction = slot.rule.direction(grad, states=states, ctx=ctx)
+    if store:
+        if finite is not None:
+            for name, values in old.items():
+                states[name][~finite] = values
+        for each in slot.encoded_states if slot.param.numel() else ():
+            each.encode_(state, states[each.decl.name], phase=inputs.phase, new=finite)
+    return direction
 
 
 def decoded(slot: Slot, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -168,11 +168,6 @@ class FusedBackend(Backend):
     def moved(self) -> bool:
         return any([unit.moved() for unit in self._units or ()])
 
-    @property
-    def nbytes(self) -> int:
-        """Device bytes of tables and buffers, beside the optimizer's state."""
-        return sum(unit.engine.nbytes for unit in self._units or ())
-
     def mark(self) -> None:
         for unit in self.units:
             with unit.device_context():
