@@ -37,7 +37,15 @@ from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching, weights
 from baoc.optim.backends import Backend, BackendChoice, StepUnit, build_backends, build_backward_backend
 from baoc.optim.nonfinite import new_nonfinite
-from baoc.optim.offload import HostArena, Pipelines, drop_stale_correction, fill_param, replace_params, transfer_order
+from baoc.optim.offload import (
+    HostArena,
+    StagingPipeline,
+    build_pipelines,
+    drop_stale_correction,
+    fill_param,
+    replace_params,
+    transfer_order,
+)
 from baoc.optim.rules import RULES
 from baoc.optim.shards import Shard, ShardGroup, check_codec_groups, is_sharded, local_shard, shard_of
 from baoc.optim.state import (
@@ -117,7 +125,7 @@ class BlockRegistry:
         self.params_by_group: list[list[Tensor]] = []
         self.unit: StepUnit | None = None  # None until a step asks for it
         self.sample_state: tuple[State, str, Tensor] | None = None  # a state, a key, its tensor as `unit` was built
-        self._pipelines: Pipelines | None = None
+        self._pipelines: list[StagingPipeline] | None = None
         self._gradient_order: dict[Tensor, int] = {}  # parameter -> its place in the order of final gradients
         self._backward_units: dict[tuple[str, ...], StepUnit] = {}
         self.step_groups: dict[str, tuple[str, ...]] = {}
@@ -438,7 +446,7 @@ class BlockRegistry:
             self._save_nonfinite_counts()
         lives = [self.live[name] for name in names]
         backend = build_backward_backend(
-            lives, state=self.state, backend=self.choices[names[0]].backend, pipelines=self.pipelines
+            lives, state=self.state, backend=self.choices[names[0]].backend, pipeline=self.pipeline_of(lives[0])
         )
         slots = () if backend.excludes_nonfinite else [slot for live in lives for slot in live.slots]
         unit = StepUnit(backends=[backend], checked_params={slot.param: slot.name for slot in slots})
@@ -455,7 +463,7 @@ class BlockRegistry:
     def can_step_together(self, lives: Sequence[LiveBlock]) -> bool:
         """True if one unit can step these blocks: all have one backend, and none is host-placed."""
         one_backend = len({self.choices[live.block.name].backend for live in lives}) == 1
-        return one_backend and all(self.pipelines.of(live) is None for live in lives)
+        return one_backend and all(self.pipeline_of(live) is None for live in lives)
 
     @property
     def all_backends(self) -> StepUnit:
@@ -516,11 +524,15 @@ class BlockRegistry:
     # -- states on the host ---------------------------------------------------------------------------------------
 
     @property
-    def pipelines(self) -> Pipelines:
+    def pipelines(self) -> list[StagingPipeline]:
         """The buffers through which host-placed blocks pass to be stepped, built when first asked for."""
         if self._pipelines is None:
-            self._pipelines = Pipelines(self.host_blocks(), home=self.state)
+            self._pipelines = build_pipelines(self.host_blocks(), home=self.state)
         return self._pipelines
+
+    def pipeline_of(self, live: LiveBlock) -> StagingPipeline | None:
+        """None if the block is not placed on the host, or has no elements."""
+        return next((pipeline for pipeline in self.pipelines if live in pipeline.blocks), None)
 
     def host_blocks(self) -> list[LiveBlock]:
         """Host-placed blocks in the order in which they are stepped."""
@@ -540,13 +552,13 @@ class BlockRegistry:
 
     def join(self) -> None:
         """Ends a step: work launched afterwards sees the new weights."""
-        if self._pipelines is not None:
-            self._pipelines.join()
+        for pipeline in self._pipelines or ():
+            pipeline.join()
 
     def synchronize(self) -> None:
         """Waits until all states are where they are kept. To be called before anybody reads them."""
-        if self._pipelines is not None:
-            self._pipelines.synchronize()
+        for pipeline in self._pipelines or ():
+            pipeline.synchronize()
 
     @contextmanager
     def states_on_device(self, live: LiveBlock, *, write_back: bool = True) -> Iterator[None]:
@@ -573,8 +585,8 @@ class BlockRegistry:
                     self.state[slot.param] = on_host
                     for key, value in on_host.items() if write_back else ():
                         value.copy_(on_device[key])
-            if write_back and self._pipelines is not None:
-                self._pipelines.invalidate()
+            for pipeline in self._pipelines or () if write_back else ():
+                pipeline.invalidate()
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 

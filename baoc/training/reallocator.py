@@ -180,7 +180,8 @@ class Reallocator:
         if self.profiler is not None:
             if self.profiler.samples_this_step:
                 # The plan charges the profiler's temporaries in place of gradients, which have to be gone.
-                self.optimizer.registry.pipelines.drain()
+                for pipeline in self.optimizer.registry.pipelines:
+                    pipeline.drain()
             self.profiler.end_step()
 
     def after_step(self) -> None:

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from baoc.cache import ensure_private_folder
+from baoc.kernels.triton import muon_plan
 from baoc.kernels.triton.kinds import NUM_THRESHOLDS, WIDTH, Call, Options
 from baoc.kernels.triton.staging import Gradients, Settings, Upload, memory_of
 from baoc.kernels.triton.table import FusedTable, KeptLaunches, start
@@ -243,15 +244,14 @@ class Engine:
         """
         if not self._workspace_tables:
             return None
-        families = [(table, import_module(table.kind.family.module)) for table in self._workspace_tables]
         while True:
-            needs = [family.workspace_bytes(table) for table, family in families]
+            needs = [muon_plan.plan_of(table).workspace_bytes for table in self._workspace_tables]
             try:
                 workspace = torch.empty(max(needs), dtype=torch.uint8, device=self.device)
                 break
             except torch.OutOfMemoryError:
-                largest = [family for family, need in zip(families, needs, strict=True) if need == max(needs)]
-                if not all([family.halve_workspace(table) for table, family in largest]):
+                pairs = zip(self._workspace_tables, needs, strict=True)
+                if not all([muon_plan.halve_workspace(table) for table, need in pairs if need == max(needs)]):
                     raise
         for table in self._workspace_tables:
             table.workspace = workspace

@@ -191,9 +191,8 @@ class Family:
     sizes: bytes of each state of a tensor, by key.
     programs: number of programs of a tensor, which is its number of places in `table.partial`.
     launch_config: the default config of a kind; the second argument says whether parameters are fp32.
-    takes_workspace: launches need temporary memory, of `workspace_bytes(table)` bytes by the module's function. The
-        engine allocates it, because memory allocated during a capture stays with the graph. If that fails, the module's
-        `halve_workspace(table)` lowers the need.
+    takes_workspace: launches need temporary memory (`muon_plan`). The engine allocates it, because memory allocated
+        during a capture stays with the graph.
     """
 
     module: str

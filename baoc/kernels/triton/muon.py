@@ -259,13 +259,6 @@ def apply_kernel(
         )  # fmt: skip
 
 
-def workspace_bytes(table: "FusedTable") -> int:
-    return muon_plan.plan_of(table).workspace_bytes
-
-
-halve_workspace = muon_plan.halve_workspace
-
-
 def launch(table: "FusedTable", call: Call) -> None:
     """Launches the Muon step, see `kinds.Call`. Outside of an engine's step it allocates its own workspace."""
     if call.mode == "repair":  # the step used the right factor

@@ -17,7 +17,7 @@ from baoc.optim.backends.eager import EagerBackend, has_changed
 from baoc.optim.backends.fused import ExchangedBackend, FusedBackend
 from baoc.optim.backends.hosted import HostedBackend
 from baoc.optim.backends.native import NativeBackend, native_refusal
-from baoc.optim.offload import Pipelines
+from baoc.optim.offload import StagingPipeline
 from baoc.optim.state import LiveBlock, Slot, State
 from baoc.types import OptimizerSpec
 
@@ -87,7 +87,7 @@ def proxy_backend(spec: OptimizerSpec, *, device: torch.device, numel: int) -> s
 
 
 def build_backends(
-    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, pipelines: Pipelines
+    blocks: Iterable[LiveBlock], *, state: Mapping[Tensor, State], name: str, pipelines: Iterable[StagingPipeline]
 ) -> tuple[list[Backend], dict[str, BackendChoice]]:
     """The backends that all blocks need, those that work beside others first, and each block's BackendChoice."""
     blocks = list(blocks)
@@ -112,19 +112,17 @@ def build_backends(
 
 
 def build_backward_backend(
-    blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, pipelines: Pipelines
+    blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, pipeline: StagingPipeline | None
 ) -> Backend:
     """A backend that steps some blocks by themselves during backward, whose gradients are then dropped. A host-placed
-    block comes by itself. Kernels are launched without CUDA graphs: backward is where memory is short, and torch cannot
-    empty its cache while it captures, nor after a capture that failed."""
+    block comes by itself, with its `pipeline`."""
     for slot in (slot for live in blocks for slot in live.slots):
         _check_as_built(slot)
-    block = blocks[0]
-    pipeline = pipelines.of(block)
     if pipeline is not None:
-        piece = pipeline.single(block.block.name)
+        piece = pipeline.single(blocks[0].block.name)
         return HostedBackend([piece], pipeline=pipeline, build=BACKENDS[backend], state=state, releases=True)
     alone = BACKENDS[backend](blocks, state=state)
+    # Memory is short in backward, and torch cannot empty its cache while it captures, nor after a capture that failed.
     alone.graphs = False
     return alone
 
