@@ -305,9 +305,18 @@ class BlockwiseOptimizer(Optimizer):
 
     def current_unit(self) -> StepUnit:
         """The StepUnit of this step: that of the last step, unless parameters or states have moved since."""
-        before, unit = self.registry.unit, self.registry.step_unit()
-        if unit is not before:
-            self.warn_of_stalling(self.registry.live)  # weights may have been cast since
+        registry = self.registry
+        unit, sample = registry.unit, registry.sample_state
+        if unit is None:
+            self.warn_of_stalling(registry.live)  # weights may have been cast since
+        # The checks of `BlockRegistry.step_unit`, so that a step in which nothing moved is read in one file less.
+        if unit is None or registry.may_be_overwritten or not registry.placed:
+            return registry.step_unit()
+        if sample is not None and sample[0].get(sample[1]) is not sample[2]:
+            return registry.step_unit()
+        if any([backend.moved for backend in unit.backends]):  # a list is faster than a generator
+            registry.drop_backends()
+            return self.current_unit()
         return unit
 
     def seed(self, blocks: Iterable[LiveBlock]) -> None:

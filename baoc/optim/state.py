@@ -156,15 +156,12 @@ class Slot:
         """A context for functions that need the tensor's shape only."""
         return self.context(step=0, betas=(0.0, 0.0), eps=0.0)
 
-    def context(
-        self, *, step: int, betas: tuple[float, float], eps: float, finite: Tensor | None = None
-    ) -> RuleContext:
+    def context(self, *, step: int, betas: tuple[float, float], eps: float) -> RuleContext:
         return RuleContext(
             step=step,
             beta1=betas[0],
             beta2=betas[1],
             eps=eps,
-            finite=finite,
             matrix=self.matrix,
             transposed=self.info.transposed,
             shard=self.shard if self.gathers_rows or self.sums_over_ranks else None,

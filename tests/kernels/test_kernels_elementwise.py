@@ -238,7 +238,3 @@ def test_what_no_table_takes_is_refused():
         FusedTable([param], kind=Kind(rule="lion", m="softsign8"), states=[state])
     with pytest.raises(ValueError, match="no kernel for rule 'shampoo'"):
         Kind(rule="shampoo")
-    table = FusedTable([param], kind=Kind(rule="rmsprop", v="bf16"), states=[{"v": param.to(BFLOAT16)}])
-    param.grad = torch.zeros(64)
-    with pytest.raises(ValueError, match="rounds by thresholds"):
-        fused_step(table, options=[Options()])

@@ -38,11 +38,6 @@ def test_a_slot_goes_up_and_what_the_device_says_comes_back() -> None:
     assert memory_of(torch.zeros(0)).nbytes == 0
 
 
-def test_an_upload_is_of_whole_words() -> None:
-    with pytest.raises(ValueError, match="44 bytes are no whole number of 8-byte words"):
-        Upload(44, num_back=4, device=torch.device("cpu"))
-
-
 @interpreted
 def test_slots_are_filled_in_turn() -> None:
     buffer = make()

@@ -174,12 +174,10 @@ class Engine:
             phase: the number from which stochastic rounding draws its bits, usually that of the step.
         """
         self.gradients.refresh()
-        if thresholds is None and self._needs_thresholds:
-            kinds = [table.kind for table in self.tables if table.needs_thresholds]
-            raise ValueError(f"{kinds[0]} rounds by thresholds: pass those of this step's phase")
         slot = self._slots[self._fill_addresses()]
         self.settings.fill(options, gradients=self.gradients, out=slot.settings)
-        if self._needs_thresholds and thresholds is not None:
+        if self._needs_thresholds:
+            assert thresholds is not None, "a table rounds by thresholds"
             slot.thresholds[:NUM_THRESHOLDS] = thresholds
             struct.pack_into("I", slot.thresholds, 4 * NUM_THRESHOLDS, phase * _PER_PHASE % 2**32)
         self._staged = True

@@ -154,10 +154,7 @@ class LaunchConfig:
     repeat: int = 1
 
     def __post_init__(self) -> None:
-        if self.chunk % (GROUP * self.vector) or self.chunk & (self.chunk - 1):
-            raise ValueError(
-                f"a chunk of {self.chunk} elements: it must be a power of two of at least {GROUP * self.vector}"
-            )
+        assert self.chunk % (GROUP * self.vector) == 0 and not self.chunk & (self.chunk - 1), "whole groups"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

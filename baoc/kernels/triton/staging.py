@@ -281,8 +281,7 @@ class Upload:
     """
 
     def __init__(self, nbytes: int, *, num_back: int, device: torch.device):
-        if nbytes % 8:
-            raise ValueError(f"{nbytes} bytes are no whole number of 8-byte words, which is what the kernel copies")
+        assert nbytes % 8 == 0, "kernels copy words of 8 bytes"
         _free_retired()
         self.device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.back = torch.zeros(num_back, dtype=torch.int64, device=device)

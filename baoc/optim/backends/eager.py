@@ -17,7 +17,7 @@ from torch import Tensor
 from baoc.optim import weights
 from baoc.optim.backends.base import Backend, StepInputs
 from baoc.optim.rules import Direction
-from baoc.optim.rules.base import TINY
+from baoc.optim.rules.base import TINY, RuleContext
 from baoc.optim.rules.matrix import RankSums, SummingRule
 from baoc.optim.shards import ShardGroup
 from baoc.optim.state import LiveBlock, Slot, State
@@ -206,7 +206,16 @@ def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: boo
             state["step"] += 1
     if not store:
         states = {name: tensor.clone() for name, tensor in states.items()}
-    ctx = slot.context(step=step, betas=options.betas, eps=options.eps, finite=finite)
+    ctx = RuleContext(
+        step=step,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        eps=options.eps,
+        finite=finite,
+        matrix=slot.matrix,
+        transposed=slot.info.transposed,
+        shard=slot.shard if slot.gathers_rows or slot.sums_over_ranks else None,
+    )
     old = {}  # states of excluded elements, which get them back
     if finite is not None:
         old = {each.decl.name: states[each.decl.name][~finite] for each in slot.states if each.is_full}
