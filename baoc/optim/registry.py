@@ -220,6 +220,8 @@ class BlockRegistry:
     def set_state(self, slot: Slot, state: State) -> None:
         others = self.entries_of_others(slot)
         self.state[slot.param] = state = state if isinstance(state, LiveState) else LiveState(state)
+        # One dict for both, so that who writes to a state of `Optimizer.state` writes to what is stepped; but none for
+        # one on the host, whose tensors Lightning would move to the device.
         self.torch_state[slot.group_param] = shown = LiveState() if slot.on_host else state
         shown.take_out = partial(self.torch_state.pop, slot.group_param, None)
         shown.update(others)
@@ -253,7 +255,7 @@ class BlockRegistry:
                 for slot in absent:
                     state = self.state[slot.param]
                     for key in slot.keys:
-                        if key != weights.CORRECTION:
+                        if key != weights.CORRECTION:  # which belongs to the weight
                             state[key].zero_()
                     self.set_state(slot, LiveState({key: state[key] for key in slot.keys}))
                     live.unseeded.discard(slot.name)
@@ -380,7 +382,7 @@ class BlockRegistry:
     def drop_backends(self) -> None:
         """Drops all units and staging buffers. Waits until no copy of states is on its way."""
         self.synchronize()
-        self._save_nonfinite_counts()
+        self._save_nonfinite_counts()  # backends that go take what they have counted with them
         self.unit = self.sample_state = self._pipelines = None
         self._backward_units, self.step_groups = {}, {}
 

@@ -220,6 +220,7 @@ class Engine:
             self._match(measure=True)
         # The workspace is allocated anew in each step, mostly at the same address.
         address = (0, 0) if workspace is None else (workspace.data_ptr(), workspace.numel())
+        # Set before the launch: if that raises, nobody knows whether the device has counted the upload.
         staged = self._upload.sending = self._staged
         variant = (staged, self.gradients.variant_number, matched, marked, *address)
         if matched and self.all_reduce_sums is not None:

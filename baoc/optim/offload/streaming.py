@@ -268,7 +268,7 @@ class StagingPipeline:
             self._memory_free = None
         for chunk in piece.chunks:
             copies_out = [each.last_copy_out for each in (chunk, *self.overlapping_chunks[chunk])]
-            streams.wait(IN, max(copies_out, key=itemgetter(0))[1])
+            streams.wait(IN, max(copies_out, key=itemgetter(0))[1])  # OUT is in order, so the last one is enough
             streams.run(IN, chunk.copy_in)
         for other in self._overlapping[piece]:
             other.is_staged = other.awaits_step = False
