@@ -8,7 +8,7 @@ products by way and tiles; `muon_step.csv` medians of 15 steps between CUDA even
 what lives before it, and how long the host is busy.
 
 The floor of a step: `bytes_ms` is what must move at least (gradient, m and weights once each way, the matrices in and
-out of the products) over the speed of a copy; `flops_ms` is `polar.products` over the rate of torch's largest product,
+out of the products) over the speed of a copy; `flops_ms` is `operations` over the rate of torch's largest product,
 which a symmetric one reaches at best. Both are measured here. Neither can hide behind the other within one matrix.
 """
 
@@ -30,7 +30,7 @@ from baoc.kernels.polar import A, B, C
 from baoc.kernels.triton import orthogonal
 from baoc.kernels.triton.orthogonal import Tiles
 from baoc.optim import BlockwiseOptimizer
-from experiments.benchmarks.matrix_step import OUTER_SIDES
+from experiments.benchmarks.matrix_step import OUTER_SIDES, operations
 from experiments.benchmarks.optimizer_step import MODELS, copy_gbps, events_ms, host_us, time_torch, versions
 from experiments.benchmarks.shared import append_row, free_memory, results_folder, write_rows
 from tests.support.tolerances import MUON_BF16
@@ -137,17 +137,6 @@ def ours(num: int, lines: int, length: int) -> Callable[[Tensor], Tensor]:
         return orthogonal.orthogonalize(room, num=num, lines=lines, length=length)
 
     return run
-
-
-def operations(lines: int, length: int) -> float:
-    """Floating-point operations of one matrix's products; of symmetric products only the half that is computed."""
-    short, long = sorted((lines, length))
-    total = 0.0
-    for steps in polar.STRETCHES:
-        # p at each step, q at all but the first, and two for the next X X^T at all but the last
-        squares = 4 * steps - 3
-        total += short * short * long + squares * short**3 + 2 * short * short * long
-    return total
 
 
 def products_of(num: int, lines: int, length: int) -> Iterator[Row]:
