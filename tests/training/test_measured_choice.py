@@ -17,6 +17,7 @@ import baoc
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.config.compose import compose
 from baoc.config.from_hydra import from_hydra
+from baoc.config.schema import ReallocationConfig, RiskConfig
 from baoc.core.budgets import parse_budget
 from baoc.core.catalogue import SPECS
 from baoc.core.measured import families
@@ -36,6 +37,7 @@ from baoc.training.trainer import session_settings
 from baoc.types import ImageDataSpec, Role, StateKind
 from tests.support.ranks import group
 from tests.support.tiny import tiny_trainer
+from tests.support.training_runs import brief, config, run
 
 LANGUAGE = families()["language"][0]
 
@@ -244,6 +246,33 @@ def test_a_resume_keeps_its_rates_or_names_both(
     )
     assert (before == after) == (budget != "smaller"), (before, after)
     assert capsys.readouterr().out.count(" goes on at ") == len(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch", ["auto", 16], ids=["decided", "pinned"])
+def test_a_resumed_run_keeps_its_rates_or_names_both(micro_batch: Any, tmp_path: Path):
+    def run_at(budget: str, *, folder: str, steps: int, **resume: str) -> Any:
+        length = replace(config().trainer, max_steps=steps, val_check_interval=2)
+        measured = {"risk": RiskConfig(name="measured"), "reallocation": ReallocationConfig(mode="off")}
+        given = {"budget": parse_budget(budget), "micro_batch": micro_batch, "trainer": length, **measured, **resume}
+        return run(tmp_path / folder, **given)
+
+    def rates(folder: str) -> Tuning:
+        basis = json.loads((tmp_path / folder / "allocation.json").read_text())["basis"]
+        return Tuning() if basis is None else Tuning(lr=basis["lr"], betas=basis["betas"])
+
+    with brief():
+        free = run_at("8gb", folder="free", steps=2)
+        beside = free.peak_bytes_predicted - free.state_bytes
+        for name, share in {"same": 0.3, "smaller": 0.05, "larger": 2.0}.items():
+            budget = f"{beside + int(share * free.state_bytes_adamw)}b"
+            if name == "same":
+                run_at(budget, folder="first", steps=2)
+            assert run_at(budget, folder=name, steps=4, resume=str(tmp_path / "first")).budget_met
+            events = tmp_path / name / "reallocations.jsonl"
+            told = events.read_text().count(" goes on at ") if events.is_file() else 0
+            changed = rates("first").text != rates(name).text
+            assert told == changed == (name == "smaller" and micro_batch == 16), name
 
 
 @pytest.mark.parametrize(("by", "name"), [(None, "layers.0.attention.qk"), ("layer_role", "layers.0.attention")])
