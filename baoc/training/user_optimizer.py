@@ -13,6 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
@@ -65,7 +66,8 @@ def shared_by_ranks(
     trained = {True: "", False: ", frozen"}
     given: dict[str, object] = {}
     for name, param in params.items():
-        given[name] = f"{tuple(param.shape)} {param.dtype}{trained[param.requires_grad]}"
+        shape = None if is_lazy(param) else tuple(param.shape)  # refused by its own message later
+        given[name] = f"{shape} {param.dtype}{trained[param.requires_grad]}"
     for index, group in enumerate(groups):
         kept = {key: to_plain(group[key]) for key in HYPERPARAMETERS if key in group}
         given |= {f"{key} of parameter group {index}": value for key, value in kept.items()}
