@@ -130,8 +130,9 @@ def measured_at(params: Sequence[ParamInfo], *, settings: PlannerSettings) -> tu
     extrapolates = name is None and settings.family == AUTO
     name = nearest_family(params, task=settings.task) if extrapolates else name
     sizes = families().get(name or "", ()) if settings.risk == MEASURED else ()
-    family = nearest_size(sizes, num_params=total_numel(params))
-    # Of the nearest family recipes are a guess, and changes by role are not used.
+    # Networks of other kinds were tried at the smallest size, and a larger transformer's multiple of the learning rate
+    # may be too much for them. Recipes are a guess for them, and changes by role are not used.
+    family = nearest_size(sizes[:1] if extrapolates else sizes, num_params=total_numel(params))
     return replace(family, roles={}) if family is not None and extrapolates else family, extrapolates
 
 

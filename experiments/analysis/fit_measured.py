@@ -53,23 +53,35 @@ PRODUCT_ROWS = ("size_runs.csv", "size_rates.csv")  # runs through the command
 PRODUCT_SIZES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("language", "60m"): ("60m", "60m_qk", "60m_fresh"),
     ("language", "350m"): ("350m_200",),
+    ("vision", "small"): ("vit_small",),
+    ("diffusion", "s2"): ("dit_s2",),
 }
 # Label -> recipe. Labels that are not here ran at one rate that is not the best: the table of their day had faded it.
 PRODUCT_LABELS: Mapping[str, dict[str, Any]] = {
     **{name: {"name": name, "base": name} for name in ("adamw", "adamw8", "foam8_lean", "adafactor_m8")},
     "lean_m90": {"name": "muon8_lean_m90", **recipe_lists.MORE_WHOLE["muon8_lean_m90"]},
     "qk_m90": {"name": "muon8_qk_m90", "base": "muon8_qk", "betas": {"muon": [0.9, 0.95]}},
-}
-# Groups on seeds that chose nothing -> the label and the multiple of what the measured choice ran there, `chosen_15`.
-PRODUCT_FRESH: Mapping[str, tuple[str, float]] = {"60m_fresh": ("qk_m90", 2.0)}
+    "muon8_m90": {
+        "name": "muon8_m90", "embedding": "adamw", "norm": "adamw", "head": "adamw", "hidden": "muon_int8",
+        "fallback": ["adamw"], "betas": {"muon": [0.9, 0.95]},
+    },
+}  # fmt: skip
+# Group -> the label and the multiple of what `chosen_15` ran there. Where it ran at a rate far from Muon's best, as in
+# dit_s2, it says nothing of the recipe.
+PRODUCT_CHOSEN: Mapping[str, tuple[str, float]] = {"60m_fresh": ("qk_m90", 2.0), "vit_small": ("muon8_m90", 1.0)}
+PRODUCT_FRESH = ("60m_fresh",)  # groups on seeds that chose nothing
 ALIKE_SIZES = 1.01  # sizes less apart are one, measured in two ways
 # Phases of the role study on seeds that chose nothing; but at 25m `queries` came first, and its seeds chose the base's
 # rate and the multiples, too, by `choice`.
 FRESH = ("confirm", "queries")
 PHASES = ("rates", "whole", "roles", "again", "attention", *FRESH)  # mixtures, controls, long runs are told elsewhere
-# The product's rates for a Llama of its sizes nano, 60m and 350m, here on bytes: parameters -> rate. At 6.6M AdamW's
-# best one is half of what lies between them, as it is half of the product's at nano and 60m.
-OWN_RATES: Mapping[str, Mapping[int, float]] = {"language": {492_403: 3e-3, 25_567_781: 1e-3, 302_957_677: 6e-4}}
+# The product's rates for its sizes, a Llama's on bytes: parameters -> rate. At 6.6M AdamW's best one is half of what
+# lies between nano's and 60m's, as it is half of the product's at these.
+OWN_RATES: Mapping[str, Mapping[int, float]] = {
+    "language": {492_403: 3e-3, 25_567_781: 1e-3, 302_957_677: 6e-4},
+    "vision": {205_104: 3e-3, 21_472_906: 1e-3},
+    "diffusion": {330_537: 1e-2, 32_469_508: 4e-4},
+}
 ROLE_RATES = recipe_lists.ROLE_LRS  # that factors of the role study are multiples of, at all sizes
 # What phase `queries` ran as a whole recipe, by label: the best of phase `attention` and its rival.
 QUERIED = {"attention_qk=muon_int8@1": "muon8_lean", "attention_qk=foam_l2_int8@2": "muon8_qk"}
@@ -161,8 +173,8 @@ def settings_of_product(rows: Iterable[Row], *, rate: float) -> list[Setting]:
     for row in rows:
         label = next((name for name in PRODUCT_LABELS if row["label"].startswith(f"{name}_")), row["label"])
         multiple, fresh = float(row["lr"] or rate) / rate, row["group"] in PRODUCT_FRESH
-        if fresh and label == "chosen_15":
-            label, multiple = PRODUCT_FRESH[row["group"]]
+        if label == "chosen_15" and row["group"] in PRODUCT_CHOSEN:
+            label, multiple = PRODUCT_CHOSEN[row["group"]]
         if label in PRODUCT_LABELS:
             found[label, multiple, fresh].append({**row, "choice": row["value"]})
     return [

@@ -4,6 +4,7 @@ Bytes on a CPU are the same in each process. Here a stand-in for a GPU's meter a
 to OFF it is the same step, and CHANGED stands for one that some helper, flag or closure has changed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from baoc import BaocOptimizer, BaocStrategy
 from baoc.cache import CACHE_VARIABLE
@@ -30,6 +32,12 @@ from tests.support.training_runs import brief, config
 
 Door = Callable[[int, Path], object]
 OFF, CHANGED = 17_500_000, 64 * MIB  # the most by which recorded processes were apart, and more than any page
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch):
+    """Whatever ran in this process before: inputs are not looked at where something was compiled."""
+    monkeypatch.setitem(counters, "frames", Counter())
 
 
 class Process:
