@@ -113,8 +113,11 @@ def ends() -> list[dict[str, Any]]:
     counts = Counter(ENDS[row["outcome"].partition(":")[0]] for row in rows)
     tries = counts.total() - counts["drawn wrongly"]
     counts |= {"all": tries, "all faults": tries - counts["as predicted"]}
-    counts |= Counter(f"a byte less was tried at {row['commit'][:7]}" for row in rows if row["one_less"])
-    counts |= Counter(f"a byte less trained at {row['commit'][:7]}" for row in rows if row["one_less"] == "trained")
+    less = [row for row in rows if row["one_less"]]
+    for commit in dict.fromkeys(row["commit"][:7] for row in less):
+        said = [row["one_less"] for row in less if row["commit"].startswith(commit)]
+        counts[f"a byte less was tried at {commit}"] = len(said)
+        counts[f"a byte less trained at {commit}"] = said.count("trained")
     return [{"end": end, "tries": number} for end, number in counts.items()]
 
 
