@@ -152,7 +152,7 @@ class Ranks:
 
     def all_gather_number(self, number: float) -> tuple[float, ...]:
         """Every rank's number, in rank order. Numbers must not be negative. Cheaper than `all_gather`."""
-        return (number,)
+        return self.all_reduce_max(*(number if rank == self.rank else 0.0 for rank in range(self.size)))
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, pickled, in rank order."""
@@ -201,9 +201,6 @@ class ProcessGroupRanks(Ranks):
         tensor = self._torch.tensor(numbers, dtype=self._torch.float64)
         self._dist.all_reduce(tensor, op=self._dist.ReduceOp.MAX, group=self._gloo)
         return tuple(tensor.tolist())
-
-    def all_gather_number(self, number: float) -> tuple[float, ...]:
-        return self.all_reduce_max(*(number if rank == self.rank else 0.0 for rank in range(self.size)))
 
     def all_gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size

@@ -5,7 +5,7 @@ loaded into the unsharded module on the host; then the module is sharded layer b
 checkpoint is one file, as of one device.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import lightning as L
@@ -93,12 +93,6 @@ def cut(module: L.LightningModule, *, mesh: DeviceMesh, device: torch.device, pr
             register_fsdp_forward_method(child, "features")
 
 
-def _layers_of(module: L.LightningModule) -> Iterator[FSDPModule]:
-    """The repeated layers that `cut` sharded."""
-    for child in module.children():
-        yield from (part for part in recomputable_layers(child) if isinstance(part, FSDPModule) and part is not child)
-
-
 class BaocFSDPStrategy(RanksStrategy, _OneFile):
     """BaocStrategy over fully_shard: `L.Trainer(devices=2, strategy=BaocFSDPStrategy(budget="8gb"))`.
 
@@ -141,7 +135,10 @@ class BaocFSDPStrategy(RanksStrategy, _OneFile):
                 f"reshard_after_forward={self.reshard_after_forward} was given to BaocFSDPStrategy, and "
                 f"configure_model of {type(module).__name__} calls fully_shard itself: give it there, or leave one out"
             )
-        self._layers = [] if users_own else list(_layers_of(module))
+        self._layers = []
+        for child in module.children() if not users_own else ():
+            layers = recomputable_layers(child)
+            self._layers += [layer for layer in layers if isinstance(layer, FSDPModule) and layer is not child]
         if self.reshard_after_forward != "auto":
             self._reshard(bool(self.reshard_after_forward))
         elif self._layers:

@@ -480,17 +480,11 @@ class BudgetedStrategy(Strategy):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: L.LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's step, whose closure runs the last backward."""
         self._in_last_backward = True
         try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, *args, **kwargs)
         finally:
             self._in_last_backward = False
             self._end_first_step()
@@ -590,36 +584,16 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         budget: str | int | float | Mapping[str, Any] | Budget = "auto",
         *,
         device: str = "auto",
-        settings: SessionSettings | None = None,
-        recipe: RecipeLike | None = None,
-        checkpointing: bool | int | Literal["auto"] | None = None,
-        pretrained: bool | None = None,
-        latency: LatencyTable | None = None,
-        plan_only: bool = False,
-        record_latency: bool = False,
-        verbose: bool = True,
-        **others: Any,
+        **settings: Any,
     ):
         refuse_several_processes("strategy")
         check_arguments(
-            others, BaocStrategy, BudgetedStrategy, also=("accelerator", "checkpoint_io", "precision_plugin")
+            settings, BaocStrategy, BudgetedStrategy, also=("accelerator", "checkpoint_io", "precision_plugin")
         )
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
-        super().__init__(
-            budget,
-            device=named.get(device, device),
-            settings=settings,
-            recipe=recipe,
-            checkpointing=checkpointing,
-            pretrained=pretrained,
-            latency=latency,
-            plan_only=plan_only,
-            record_latency=record_latency,
-            verbose=verbose,
-            **others,
-        )
+        super().__init__(budget, device=named.get(device, device), **settings)
         self._device_choice = device
 
     def setup_environment(self) -> None:
@@ -730,16 +704,10 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
             if wrapped:
                 self._wrap()
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: L.LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's step. After the first one DDP rebuilds its buckets in the order in which gradients came, so the
         gradients, the last references to the old buckets, are freed."""
-        out = super().optimizer_step(optimizer, closure, model, **kwargs)
+        out = super().optimizer_step(optimizer, *args, **kwargs)
         if self._first_since_wrapped:
             self._first_since_wrapped = False
             optimizer.zero_grad(set_to_none=True)
