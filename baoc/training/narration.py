@@ -131,7 +131,7 @@ class Narrator:
             each = rank_peaks_text(self.by_rank if any(self.by_rank) else ())
             in_first = self.device.type != "cuda" and not self.reallocator.late_peak_bytes  # no later one is looked at
             when = " in its first step" if in_first and peak is not None else ""
-            lines.append(f"peak {measured}{each}{when}, {format_bytes(plan.peak_bytes)} predicted")
+            lines.append(f"peak {measured}{when}{each}, {format_bytes(plan.peak_bytes)} predicted")
         limit, held = self._limit_and_held()
         if self.reallocator.deferred_budget is not None:
             lines.append(f"budget {plan.budget.name}: not planned for, as not every optimizer has stepped yet")
