@@ -409,9 +409,11 @@ class BudgetedBlocks(ABC):
 
     def risk_of_saved(self, name: str, *, profile: Profile | None) -> str:
         """The risk to judge a saved plan by: its own, the settings' if this version lacks it, or `prior`. `prior` takes
-        the place of a risk whose profile is absent."""
+        the place of a risk whose profile is absent; of a plan for which nothing measured fitted, or that ran a recipe,
+        it is no choice, so that `measured` goes on."""
         name = name if name in RISKS else self.settings.risk
-        return "prior" if RISKS[name].needs and profile is None else name
+        name = "prior" if RISKS[name].needs and profile is None else name
+        return MEASURED if (name, self.settings.risk) == ("prior", MEASURED) else name
 
     def candidates_by_spec(self, *, risk: str, profile: Profile | None) -> dict[str, dict[str, Candidate]]:
         pool = self.candidates(risk=risk, profile=profile)

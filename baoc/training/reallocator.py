@@ -671,10 +671,12 @@ def _members(blocks: object) -> dict[str, list[str]]:
 
 
 def _with_saved_tuning(plan: Plan, saved: _Saved) -> Plan:
-    """The plan with the saved rates and betas, if it has the saved choices, whatever a newer table gives. Its basis
-    then holds no measurements, as these are of the newer rates."""
+    """The plan with the saved rates and betas, if it has the saved choices, whatever a newer table gives; a recipe that
+    is asked for brings its own. Its basis then holds no measurements, as these are of the newer rates."""
     tuning = saved.tuning  # None in checkpoints of earlier versions
-    if tuning is None or plan.basis is None or dict(plan.allocation.choices) != saved.choices:
+    if tuning is None or plan.basis is None or plan.basis.by == "recipe":
+        return plan
+    if dict(plan.allocation.choices) != saved.choices:
         return plan
     if tuning == (tuning_of(plan) or Tuning()):
         return plan

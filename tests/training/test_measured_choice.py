@@ -148,6 +148,30 @@ def test_a_resume_of_the_same_table_keeps_its_measurements(llama: nn.Module, sav
     assert again.plan.basis == first.plan.basis and "n 8, bits per byte, measured at" in again.plan.basis.text
 
 
+def test_a_resume_goes_by_what_is_asked_for_now_where_a_recipe_ran(llama: nn.Module):
+    saved = {name: BaocOptimizer(llama, budget="unlimited", recipe=name, lr=1e-3) for name in ("adamw", "muon8_lean")}
+    faster = {"base": "muon8_lean", "lr": {"muon": 2}}
+
+    def resumed(name: str, **settings: Any) -> tuple[BaocOptimizer, list[str]]:
+        again = BaocOptimizer(llama, lr=1e-3, **settings)
+        notes = again.reallocator.load_state_dict(saved[name].reallocator.state_dict())
+        return again, notes
+
+    again, _ = resumed("adamw", budget="state_15")
+    assert again.plan.basis is not None and again.plan.basis.recipe == "muon8_lean_m90"
+    again, _ = resumed("adamw", budget="unlimited")
+    assert set(again.plan.allocation.choices.values()) == {"adamw"}, "it keeps what it runs"
+    again, notes = resumed("muon8_lean", recipe=faster, budget="unlimited")
+    tuning = tuning_of(again.plan)
+    assert (
+        tuning is not None
+        and tuning.lr == {"muon": 2}
+        and notes[-1].endswith("2 times the learning rate for muon; betas 0.95, 0.95 for muon")
+    )
+    _, notes = resumed("adamw", recipe="muon8_lean", budget="state_50")
+    assert "recipe=muon8_lean is what was asked for" in notes
+
+
 @pytest.mark.parametrize(("old", "new"), [("state_10", "state_50"), ("state_15", "state_10")])
 def test_a_resume_under_a_budget_that_asks_for_another_recipe_names_both_rates(
     old: str, new: str, llama: nn.Module, saved_under: Any, monkeypatch: pytest.MonkeyPatch

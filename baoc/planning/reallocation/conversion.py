@@ -100,7 +100,9 @@ def restore_plan(
             f"{len(new_places)} blocks keep the same states in another place, such as {first}: {choices[first]} -> "
             f"{plan.allocation.choices[first]}"
         )
-    if missing_specs:
+    if planner.settings.recipe is not None and changed_blocks:
+        notes.append(f"recipe={planner.settings.recipe.name} is what was asked for")
+    elif missing_specs:
         notes.append(f"the catalogue no longer has {', '.join(missing_specs)}")
     if not notes and dict(plan.allocation.choices) != dict(choices):
         notes.append(f"the saved allocation does not meet budget {planner.budget.name} here")
