@@ -161,13 +161,9 @@ def test_a_resume_goes_by_what_is_asked_for_now_where_a_recipe_ran(llama: nn.Mod
     assert again.plan.basis is not None and again.plan.basis.recipe == "muon8_lean_m90"
     again, _ = resumed("adamw", budget="unlimited")
     assert set(again.plan.allocation.choices.values()) == {"adamw"}, "it keeps what it runs"
-    again, notes = resumed("muon8_lean", recipe=faster, budget="unlimited")
+    again, _ = resumed("muon8_lean", recipe=faster, budget="unlimited")
     tuning = tuning_of(again.plan)
-    assert (
-        tuning is not None
-        and tuning.lr == {"muon": 2}
-        and notes[-1].endswith("2 times the learning rate for muon; betas 0.95, 0.95 for muon")
-    )
+    assert tuning is not None and tuning.lr == {"muon": 2}
     _, notes = resumed("adamw", recipe="muon8_lean", budget="state_50")
     assert "recipe=muon8_lean is what was asked for" in notes
 
