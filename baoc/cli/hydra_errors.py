@@ -9,7 +9,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError, MissingMandatoryValue
 
 from baoc.config.from_hydra import to_conf
-from baoc.config.nodes import COLLECTIONS, UNREADABLE
+from baoc.config.nodes import COLLECTIONS, UNREADABLE, as_typed
 from baoc.config.options import GROUPS, group_keys, registry
 from baoc.config.schema import RunConfig
 from baoc.config.trainer_arguments import SET_BY_BAOC
@@ -69,9 +69,10 @@ def _missing_option(error: MissingConfigException) -> BadInputError:
     if group in ("allocator", "risk", "reallocation") and (removal := removal_message(option)):
         return BadInputError(removal)
     singular = group.removesuffix("s") if group in COLLECTIONS else group
-    similar = did_you_mean(option, error.options)
+    options = [name for name in error.options if as_typed([f"{group}={name}"]) == [f"{group}={name}"]]  # no paths
+    similar = did_you_mean(option, options)
     own_code_forms = [NAME_FORMATS] if group in GROUPS else []
-    allowed = spellings() if group == "budget" else ", ".join([*error.options, *own_code_forms])
+    allowed = spellings() if group == "budget" else ", ".join([*options, *own_code_forms])
     return BadInputError(f"{group}={option}: there is no such {singular}{similar}\nallowed: {allowed}")
 
 

@@ -236,13 +236,17 @@ class _SpawnedRanks:
             if not is_lost_peer(error):
                 raise
             deadline = monotonic() + SHUTDOWN_S  # the connection ends before the process, on a busy machine by seconds
-            while self.first_failure is None and monotonic() < deadline:
+            while (failure := self._cause()) is None and monotonic() < deadline:
                 sleep(0.05)
-            message = _describe_failure(self.first_failure)
-            failed = TrainingFailedError(f"{message}; resume=auto goes on from the newest checkpoint")
-            if self.first_failure is not None and self.first_failure[1] > 0:
-                failed.exit_code = self.first_failure[1]
+            failed = TrainingFailedError(f"{_describe_failure(failure)}; resume=auto goes on from the newest checkpoint")
+            if failure is not None and failure[1] > 0:
+                failed.exit_code = failure[1]
             raise failed from error
+
+    def _cause(self) -> tuple[int, int] | None:
+        """The rank that cost the others their connection: one that left without an error, else the first failure."""
+        codes = ((rank, process.poll()) for rank, process in enumerate(self._processes, start=1))
+        return next(((rank, code) for rank, code in codes if code == 0), self.first_failure)
 
     def _watch(self) -> None:
         """Runs in a thread: records the first failure, and exits if this process then hangs for SHUTDOWN_S."""
@@ -279,7 +283,7 @@ def _describe_failure(failure: tuple[int, int] | None) -> str:
     if code < 0:
         with suppress(ValueError):
             return f"rank {rank} was ended by {signal.Signals(-code).name}"
-    return f"rank {rank} ended with exit code {code}: see its message"
+    return f"rank {rank} ended with exit code {code}{': see its message' if code else ' before the run did'}"
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -349,10 +349,10 @@ def _extrapolation(
     choice: RecipeChoice, *, measured: MeasuredRecipe, num_seeds: int, family: Family, planner: BudgetedBlocks
 ) -> str:
     """The measurements of a choice in the nearest family, for a network of a kind that was not measured."""
-    family_rate = faded_rate(measured.rate, num_params=planner.num_params, measured=family.num_params)
-    if choice.rate < family_rate:
+    family_rate = told_rate(faded_rate(measured.rate, num_params=planner.num_params, measured=family.num_params))
+    if told_rate(choice.rate) < family_rate:
         rate_text = "; the learning rate stays as given, as weights may be pretrained "
-        rate_text += f"(there it was {family_rate:.3g} times AdamW's)"
+        rate_text += f"(there it was {family_rate:g} times AdamW's)"
     else:
         rate_text = _rate_text(choice, planner=planner)
     advice = "race=auto checks it" if planner.settings.from_conf else f"{PRETRAINED_ARGUMENT} plans without it"
@@ -365,13 +365,19 @@ def _extrapolation(
 
 
 def _rate_text(choice: RecipeChoice, *, planner: BudgetedBlocks) -> str:
-    roles = {key: choice.rate * lr for key, lr in choice.recipe.lr.items() if key in RECIPE_KEYS}
-    others = "".join(f", {rate:.3g} times on {role}" for role, rate in roles.items() if rate != choice.rate)
-    text = f"; {choice.rate:.3g} times AdamW's learning rate{others}" if choice.rate != 1 or others else ""
-    if max(choice.rate, *roles.values(), 0.0) > 1:
+    rate, lrs = told_rate(choice.rate), choice.recipe.lr
+    roles = {key: told_rate(choice.rate * lr) for key, lr in lrs.items() if key in RECIPE_KEYS}
+    others = "".join(f", {of_role:g} times on {role}" for role, of_role in roles.items() if of_role != rate)
+    text = f"; {rate:g} times AdamW's learning rate{others}" if rate != 1 or others else ""
+    if max(rate, *roles.values(), 0.0) > 1:
         setting = "risk=prior" if planner.settings.from_conf else PRETRAINED_ARGUMENT
         text += f", as in training from scratch: for pretrained weights {setting}"
     return text
+
+
+def told_rate(rate: float) -> float:
+    """A multiple of the learning rate as texts tell it; what is told as 1 is told as no change."""
+    return float(f"{rate:.3g}")
 
 
 def _format_text(name: str, *, family: Family) -> str:

@@ -18,7 +18,7 @@ from baoc.planning.attempts import Attempt, all_attempts, refine, smallest_attem
 from baoc.planning.budgeted import MEASURED, BudgetedBlocks, PlannerSettings, profile_for
 from baoc.planning.candidates import undominated
 from baoc.planning.limits import StagingLimit
-from baoc.planning.measured import basis_of, best_rate, choose_recipe, least_recipe_bytes, most_useful_bytes
+from baoc.planning.measured import basis_of, best_rate, choose_recipe, least_recipe_bytes, most_useful_bytes, told_rate
 from baoc.planning.messages import nearest_refusal, reasons, refusal
 from baoc.planning.risk import RISKS
 from baoc.planning.transfer import pinned_bytes
@@ -40,8 +40,8 @@ class Planner(BudgetedBlocks):
         `propose` skips the measurements. `prior` takes the place of a risk whose profile is absent, and of `measured`
         if no measured recipe fits or the allocator has no choice. Raises InfeasibleBudgetError if no plan fits.
         """
-        name = risk or self.settings.risk
-        if name == MEASURED:
+        name = asked = risk or self.settings.risk
+        if asked == MEASURED:
             # Not by the profile, which this risk ignores: later decisions mostly find the plan in the cache.
             plan = self._cached((MEASURED, "plan"), (self.budget, self.footprint, self.latency), self._measured)
             if plan is not None:
@@ -50,7 +50,11 @@ class Planner(BudgetedBlocks):
         if RISKS[name].needs and profile is None:
             name = "prior"
         plan = self._propose(risk=name, profile=profile, stand_ins=False)
-        return plan if self._keeps_momentum(plan) else self._propose(risk=name, profile=profile, stand_ins=True)
+        if not self._keeps_momentum(plan):
+            plan = self._propose(risk=name, profile=profile, stand_ins=True)
+        if asked == self.settings.risk == MEASURED and self.has_choice and plan.basis is not None:
+            plan = replace(plan, basis=replace(plan.basis, text=self._why_unmeasured(plan.basis.text)))
+        return plan
 
     def least_feasible_bytes(self) -> int:
         """Bytes, in the budget's measure, of the smallest allocation that the allocator may choose."""
@@ -310,29 +314,28 @@ class Planner(BudgetedBlocks):
         if not self.has_choice:
             return Basis(by=self.allocator.name, text=f"{self.allocator.name}: {self.allocator.description}")
         text = f"risk={risk} ({self._risk_model(risk).description}): argued for, not shown to predict quality"
-        if self.settings.risk == MEASURED:
-            no_measurements = self.family is None or self.extrapolates
-            why = (
-                "nothing was measured of this kind of network"
-                if no_measurements
-                else "no measured recipe of the specs on offer fits"
-            )
-            if self.settings.family is None:
-                why = "nothing was measured of pretrained weights or adapters"
-            if self.extrapolates and self.family is not None:
-                why += f", and no recipe that was better than fp32 AdamW for {self.family.name} fits"
-            races = no_measurements and self.settings.from_conf
-            advice = "; mode=race tries what measured best on networks of other kinds" if races else ""
-            text = f"{why}, so by {text}{advice}"
         return Basis(by=risk, text=text)
+
+    def _why_unmeasured(self, text: str) -> str:
+        """The `text` of a plan's basis, after the reason why it was not chosen by measurements."""
+        why, no_measurements = "nothing was measured of this kind of network", self.family is None or self.extrapolates
+        if self.settings.family is None:
+            why = "nothing was measured of pretrained weights or adapters"
+        elif not no_measurements:
+            why = "no measured recipe of the specs on offer fits"
+        if self.extrapolates and self.family is not None:
+            why += f", and no recipe that was better than fp32 AdamW for {self.family.name} fits"
+        races = no_measurements and self.settings.from_conf
+        advice = "; mode=race tries what measured best on networks of other kinds" if races else ""
+        return f"{why}, so by {text}{advice}"
 
     def _basis_of_recipe(self, recipe: Recipe) -> Basis:
         raced = recipe.source.startswith(BY_RACE)
         text = recipe.source.removeprefix(BY_RACE) if raced else f"{recipe.title}: the recipe that was asked for"
         family = None if self.extrapolates else self.family
         rate = None if family is None else best_rate(self, recipe, family=family)
-        if rate not in (None, 1):
-            text += f", at the learning rate as given; it measured best at {rate:.3g} times what suits AdamW"
+        if rate is not None and told_rate(rate) != 1:
+            text += f", at the learning rate as given; it measured best at {told_rate(rate):g} times what suits AdamW"
         if untold := recipe.untold_parts(self.blocks):
             text += f"; blocks here are not all divided by {', '.join(untold)}: the others go by a coarser key"
         return Basis(

@@ -116,8 +116,8 @@ class _State:
         if self.dropped and all(why.startswith(NO_FIT) for why in self.dropped.values()):
             raise BadInputError(f"no candidate fits the budget ({reasons}): give a larger one, or other race.recipes")
         raise TrainingFailedError(
-            f"no uniform recipe is left in the race, which its choice is held against ({reasons}): lower race.rates, "
-            "or name uniform recipes in race.recipes"
+            f"no uniform recipe is left in the race, which its choice is held against ({reasons}): lower optim.lr, "
+            "of which race.rates are multiples, or name uniform recipes in race.recipes"
         )
 
     def drop_behind(self, stage: float) -> None:

@@ -38,6 +38,7 @@ if os.environ.get("RANK") == "1" and os.environ.get("FAULT"):
         loss = plain(self, batch, index)
         if self.trainer.global_step == 6 and self.trainer.training:
             if kind == "oom": raise OutOfMemoryError("CUDA out of memory, on rank 1")
+            if kind == "exit": os._exit(0)
             if kind.startswith("SIG"): os.kill(os.getpid(), getattr(signal, kind))
         return loss
     task.training_step = step
@@ -57,9 +58,15 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
-def test_an_error_of_one_rank_ends_the_run_with_its_exit_code(tmp_path: Path) -> None:
-    code, told = started(tmp_path / "day" / "run", "trainer.strategy=fsdp", fault="oom").done()
-    assert code == 4 and re.search("rank 1: .*has no memory left", " ".join(told.split())), told
+@pytest.mark.parametrize(
+    ("fault", "exit_code", "words"),
+    [("oom", 4, "rank 1: .*has no memory left"), ("exit", 5, "rank 1 ended with exit code 0 before the run did")],
+)
+def test_an_error_of_one_rank_ends_the_run_with_its_exit_code(
+    fault: str, exit_code: int, words: str, tmp_path: Path
+) -> None:
+    code, told = started(tmp_path / "day" / "run", "trainer.strategy=fsdp", fault=fault).done()
+    assert code == exit_code and re.search(words, " ".join(told.split())), told
 
 
 def test_a_killed_rank_ends_the_run_and_a_signal_to_the_command_the_next_attempt(tmp_path: Path) -> None:
