@@ -238,7 +238,9 @@ class _SpawnedRanks:
             deadline = monotonic() + SHUTDOWN_S  # the connection ends before the process, on a busy machine by seconds
             while (failure := self._cause()) is None and monotonic() < deadline:
                 sleep(0.05)
-            failed = TrainingFailedError(f"{_describe_failure(failure)}; resume=auto goes on from the newest checkpoint")
+            failed = TrainingFailedError(
+                f"{_describe_failure(failure)}; resume=auto goes on from the newest checkpoint"
+            )
             if failure is not None and failure[1] > 0:
                 failed.exit_code = failure[1]
             raise failed from error

@@ -6,7 +6,7 @@ composing.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from baoc.config.dynamics import DynamicsConfig
@@ -265,6 +265,11 @@ class RunConfig:
                 "resume out"
             )
         races = self.mode == "race" or (self.race.first != "off" and self.mode == "train")
+        idle = changed_keys(replace(self.race, library=RaceConfig().library), path="race")  # recipe=raced reads it
+        if idle and self.race.first == "off" and not races:
+            raise BadInputError(
+                f"{idle}: of a race, and none is asked for: add race=auto, race=SECONDS or mode=race, or leave it out"
+            )
         if races and self.recipe is not None:
             raise BadInputError(
                 f"recipe={self.recipe.name} says what every block runs, and a race chooses it: leave one out, or name "
@@ -299,3 +304,8 @@ class RunConfig:
     def accumulation(self) -> int:
         """Micro-batches per optimizer step on each device."""
         return self.batch_size // (self.micro_batch_size * self.trainer.devices)
+
+
+def changed_keys(settings: CatalogueConfig | RaceConfig, *, path: str) -> str:
+    """The keys whose values are not the defaults: `race.cap_s, race.seeds`."""
+    return ", ".join(f"{path}.{key.name}" for key in fields(settings) if getattr(settings, key.name) != key.default)

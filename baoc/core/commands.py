@@ -16,6 +16,7 @@ from baoc.errors import (
     BaocError,
     BudgetBreachedError,
     OutputError,
+    TrainingFailedError,
     disk_full_error,
     exception_chain,
 )
@@ -32,6 +33,7 @@ _NOT_WRITABLE = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
 }
+_STORAGE_FAILED = {errno.EIO, errno.ENODATA, errno.ESTALE}
 _OUT_OF_MEMORY = (
     *("out of memory", "can't allocate memory", "not enough memory", "std::bad_alloc", "can't start new thread"),
     *("failed to map segment from shared object",),
@@ -107,7 +109,7 @@ def _output_is_full() -> bool:
 
 def system_error(error: BaseException) -> BaocError | None:
     """The BaocError for a cause outside of this package, searched in the chain of causes; None if there is none. Such
-    causes are a full disk, an unwritable folder, exhausted memory and a missing package of an extra."""
+    causes are a full or failing disk, an unwritable folder, exhausted memory and a missing package of an extra."""
     for cause in exception_chain(error):
         missing = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
         if missing in _EXTRAS:
@@ -132,6 +134,12 @@ def system_error(error: BaseException) -> BaocError | None:
         if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
             path = f" {cause.filename}" if cause.filename else ""
             return OutputError(f"cannot open or write{path}: {cause.strerror}; a run writes into hydra.run.dir=PATH")
+        if isinstance(cause, OSError) and cause.errno in _STORAGE_FAILED:
+            path = f" {cause.filename}" if cause.filename else ""
+            return TrainingFailedError(
+                f"cannot read or write{path}: {cause.strerror}: the disk or network file system has failed, so look "
+                "after it, or use files elsewhere"
+            )
         if _is_out_of_memory(cause):
             return BudgetBreachedError(
                 f"out of memory: {str(cause).splitlines()[0] if str(cause) else 'the machine has none left'}\n"

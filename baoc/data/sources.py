@@ -4,6 +4,7 @@ The randomness of a batch depends on its own seed and not on the worker that mak
 only speed.
 """
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from baoc.errors import BadInputError, TrainingFailedError, first_line
+from baoc.errors import DISK_FULL_ERRNOS, BadInputError, TrainingFailedError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +82,16 @@ class BatchMaker(Dataset[Any]):
             return error  # not raised: the DataLoader would put a traceback into its text
 
     def __call__(self, request: BatchRequest) -> Batch:
-        if request.seed is not None and isinstance(self.source, RandomSource):
-            generator = Generator().manual_seed(request.seed)
-            batch = self.source.gather_random(request.rows, generator=generator)
-        else:
-            batch = self.source.gather(request.rows)
+        try:
+            if request.seed is not None and isinstance(self.source, RandomSource):
+                generator = Generator().manual_seed(request.seed)
+                batch = self.source.gather_random(request.rows, generator=generator)
+            else:
+                batch = self.source.gather(request.rows)
+        except OSError as error:
+            if error.errno in (errno.ENOMEM, *DISK_FULL_ERRNOS):  # these have messages of their own
+                raise
+            raise TrainingFailedError(f"the data cannot be read: {error}") from error
         return batch if self.transform is None else self.transform(batch)
 
 

@@ -6,12 +6,13 @@ new console, so that it follows a stdout that was redirected meanwhile.
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -30,6 +31,7 @@ MAX_WIDTH = 160  # columns of a table on a wide terminal
 MAX_PRINTED_MOVES = 24
 MAX_PRINTED_POINTS = 24
 MAX_NARROW_REASON = 40  # characters
+NUMBERS_WIDTH = 62  # columns of a frontier's numbers and marks
 
 _live_consoles: list[Console] = []  # draw a progress bar, over which rich would draw another console's output
 
@@ -72,13 +74,24 @@ class PipeSafeConsole(Console):
             os.dup2(devnull.fileno(), sys.stdout.fileno())
 
 
+class _WithoutPadding:
+    """Standard output without the blanks by which tables fill their lines."""
+
+    def write(self, text: str) -> int:
+        return sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
 def make_console() -> Console:
     """The console of the progress bar, or a new one on the current stdout."""
     if _live_consoles:
         return _live_consoles[-1]
     console = PipeSafeConsole(highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        return PipeSafeConsole(highlight=False, width=PLAIN_WIDTH, no_color=True, color_system=None)
+        out = cast(IO[str], _WithoutPadding())
+        return PipeSafeConsole(file=out, highlight=False, width=PLAIN_WIDTH, no_color=True, color_system=None)
     if console.width > MAX_WIDTH:
         console.width = MAX_WIDTH
     return console
@@ -367,11 +380,13 @@ def print_frontier(
         numbers = number_columns(quality, "peak", "state", "samples/s", "seeds", *(["ranks"] if show_ranks else []))
         table = make_table(title, Column("", no_wrap=True), Column("run", overflow="fold", ratio=1), *numbers)
         shown = [point for at, point in enumerate(points) if at < MAX_PRINTED_POINTS or not point.dominated]
-        for point in shown:
+        room = console.width - NUMBERS_WIDTH - 8 * show_ranks
+        labels_below = any(len(word) > room for point in shown for word in point.label.split())
+        for number, point in enumerate(shown, start=1):
             spread = "" if point.quality_spread is None else f" ±{point.quality_spread:.2g}"
             table.add_row(
                 "" if point.dominated else "*",
-                escape(point.label),
+                str(number) if labels_below else escape(point.label),
                 "diverged" if math.isnan(point.quality) else f"{point.quality:.4g}{spread}",
                 format_bytes(point.peak_bytes),
                 format_bytes(point.state_bytes),
@@ -380,6 +395,8 @@ def print_frontier(
                 *([str(point.num_ranks)] if show_ranks else []),
             )
         console.print(table)
+        for number, point in enumerate(shown, start=1) if labels_below else ():
+            console.print(f"{number}: {point.label}", markup=False)
         more = f"; {len(points) - len(shown)} dominated ones more in frontier.csv" if len(shown) < len(points) else ""
         console.print(f"* on the Pareto frontier of quality, peak and state bytes{more}", markup=False)
     if failed and points:

@@ -40,6 +40,8 @@ class MisconfigurationException(Exception):
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "cannot open or write /x: Permission denied"),
         (FileExistsError(errno.EEXIST, "File exists", "/x"), 2, "cannot open or write /x: File exists"),
         (OSError(errno.ELOOP, "Too many levels", "/x"), 2, "cannot open or write /x: Too many levels"),
+        (OSError(errno.EIO, "Input/output error", "/x"), 5, "cannot read or write /x: Input/output error: the disk or"),
+        (OSError(errno.ENODATA, "No data available"), 5, "cannot read or write: No data available"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory"), 2, "folder that the command runs in is gone"),
         (RuntimeError("Could not determine home directory."), 2, "begins with ~ and names no home folder"),
         (InterpolationKeyError("Interpolation key 'a' not found\nmore"), 2, "refers to what is not there: Inter"),

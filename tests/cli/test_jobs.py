@@ -130,6 +130,24 @@ def test_what_is_refused_as_a_whole_leaves_no_folder(training, frontiers, tmp_pa
     assert not list(tmp_path.glob("outputs/vision/*/*"))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["recipe=muon8_lean", "catalogue.specs=[adamw*]"],
+            "catalogue.specs: without effect, as recipe=muon8_lean says",
+        ),
+        (["catalogue.specs=[adamw*]"], None),
+        (["recipe=muon8_lean"], None),
+    ],
+)
+def test_specs_beside_a_recipe_are_told_to_be_without_effect(training, capsys, words: list[str], said: str | None):
+    training(do_nothing)
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "without effect" not in out if said is None else said in out
+
+
 def test_a_run_is_never_written_over_another(training, tmp_path: Path, capsys):
     training(do_nothing)
     assert main(["hydra.run.dir=mine"]) == 0

@@ -1,12 +1,13 @@
 """In-memory loaders: sizes, order, accumulation, position, and that the global random state is left alone."""
 
+import errno
 from itertools import chain
 
 import pytest
 import torch
 
 from baoc.data.loader import SequentialLoader, ShuffledLoader
-from baoc.errors import BadInputError, CheckpointError
+from baoc.errors import BadInputError, CheckpointError, TrainingFailedError
 
 ROWS = {"x": torch.arange(103)}
 
@@ -29,6 +30,22 @@ def test_sequential_gives_every_row_once_in_order():
     assert len(loader) == len(got) == 11
     assert flat(got) == list(range(103))
     assert len(got[-1]) == 3
+
+
+class Failing:
+    """Samples on a disk that fails."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def gather(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise OSError(errno.EIO, "Input/output error", "/data/7.png")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_data_that_cannot_be_read_are_told_as_that(workers: int):
+    with pytest.raises(TrainingFailedError, match=r"the data cannot be read: .*Input/output error: '/data/7\.png'"):
+        list(SequentialLoader(Failing(), batch_size=2, workers=workers))
 
 
 def test_shuffled_gives_batches_of_one_size_and_no_row_twice():

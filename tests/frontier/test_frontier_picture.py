@@ -96,6 +96,11 @@ ACTS = {
         byId("all").click();
         byId("scatter").emit("plotly_click", {points: [{customdata: label}]});
         told.clicked = document.querySelector("#points tr.open").dataset.label;
+        told.risk = ["exact", "measured: n 8"].map((basis) => {
+          currentWorkload().points.forEach((own, at) => { Object.assign(own, {basis, risk: at}); });
+          draw();
+          return byId("parallel").keys.includes("risk");
+        });
     """,
     "address": """
         take("#view");
@@ -167,6 +172,7 @@ def test_a_brush_keeps_points_in_figures_and_table(read: tuple[Path, str, dict[s
     assert told["brushed"] == [["allocator=random"], 1, [[], [], [0]]]
     assert told["all"] == 4
     assert told["ranged"] == ["allocator=random", "allocator=uniform_adamw"] and told["clicked"] == "allocator=random"
+    assert told["risk"] == [True, False], "it decided nothing where all were measured"
 
 
 def test_a_page_in_a_frame_stays_there(tmp_path: Path):

@@ -89,6 +89,14 @@ def test_the_best_measured_recipe_that_fits_is_chosen_at_its_rate():
     assert "n 4, bits per byte, measured at 1M, 600 steps" in plan.basis.text
 
 
+@pytest.mark.parametrize(("rate", "told"), [(1.003, ""), (1.006, "1.01 times AdamW's learning rate")])
+def test_a_rate_that_is_told_as_1_is_told_as_no_change(rate: float, told: str):
+    rows = (whole("adamw8", 0, rate=rate), FAMILY.recipes[-1])
+    same = replace(FAMILY, num_params=total_numel(llama()), recipes=rows)
+    basis = planner(0.5, family=same).propose().basis
+    assert basis is not None and told in basis.text and ("times" in basis.text) == bool(told)
+
+
 def test_the_next_best_is_taken_where_the_best_does_not_fit():
     plan = planner(0.12).propose()
     assert plan.basis is not None and plan.basis.recipe == "foam8_lean" and plan.binding
@@ -107,6 +115,8 @@ def test_where_nothing_measured_fits_or_nothing_was_measured_the_prior_says_so()
     low = planner(0.03).propose()
     assert low.risk_model == "prior" and low.basis is not None
     assert "no measured recipe of the specs on offer fits, so by risk=prior" in low.basis.text
+    asked = planner(0.25).propose(risk="prior").basis
+    assert asked is not None and asked.text.startswith("risk=prior (")  # some fit
     none = planner(0.25, family=None).propose()
     assert none.basis is not None and "nothing was measured of this kind of network" in none.basis.text
     assert none.allocation == Planner(llama(), budget=none.budget, settings=PlannerSettings()).propose().allocation

@@ -111,7 +111,9 @@ def test_a_divergence_at_one_rate_costs_the_rate_and_at_all_the_entrant():
 
     found, _ = race(score=hot)
     assert found.rates["adamw"] == 1.0 and found.dropped["foam8"] == "it diverged"
-    with pytest.raises(TrainingFailedError, match=r"no uniform recipe is left.*lower optim.lr, of which race.rates are multiples"):
+    with pytest.raises(
+        TrainingFailedError, match=r"no uniform recipe is left.*lower optim.lr, of which race.rates are multiples"
+    ):
         race(score=lambda run: RunEnd(status=DIVERGED, score=math.inf))
 
 

@@ -592,6 +592,8 @@ def test_an_entrant_all_of_whose_runs_fail_leaves_and_only_a_stage_without_other
         (["race.cap_s=0"], "race.cap_s=0 is not allowed"),
         (["race=soon"], "race=soon: allowed are off, auto .* or how long the race may take, such as race=600"),
         (["race=600", "mode=eval", "resume=auto"], "mode=eval trains nothing: leave race out"),
+        (["race.cap_s=5"], "race.cap_s: of a race, and none is asked for: add race=auto, race=SECONDS or mode=race"),
+        (["race=60", "race.first=off", "mode=plan"], "race.cap_s: of a race, and none is asked for"),
         (["mode=race", "resume=auto"], "resume=auto holds no race that mode=race could go on with"),
         (["mode=race", "recipe=muon8_lean"], "recipe=muon8_lean says what every block runs, and a race chooses it"),
     ],

@@ -149,6 +149,7 @@ def test_no_line_is_wider_than_100_columns_and_nothing_is_coloured(capsys: pytes
     console.print_plan(plan)
     table = capsys.readouterr().out.split("state 0 B")[0]
     assert max(map(len, table.splitlines())) <= 100
+    assert not any(line.endswith(" ") for line in table.splitlines()), "no padding in a log"
     assert "\x1b" not in table
     assert "adamw_shared_out_int8" in table, "specs are not torn"
 
@@ -251,6 +252,17 @@ def test_on_a_narrow_terminal_long_reasons_have_lines_of_their_own(monkeypatch: 
     assert lines.count(next(line for line in lines if line.startswith("layers.1.mlp: because because"))) == 1
     assert max(map(len, lines)) <= 80
     assert not any(line.split() == ["block", "spec", "bytes", "risk", "why"] for line in lines)
+
+
+def test_a_word_of_a_run_s_label_is_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    narrow = Console(file=out, width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "make_console", lambda: narrow)
+    label = "allocator=uniform_adamw_shared_out_int8 budget=state_25"
+    console.print_frontier([point("budget=8gb"), point(label, num_seeds=3, quality_spread=0.012)])
+    lines = out.getvalue().splitlines()
+    assert f"2: {label}" in map(str.strip, lines) and any(line.split()[:2] == ["*", "2"] for line in lines)
+    assert max(map(len, lines)) <= 80
 
 
 def test_text_goes_to_the_stdout_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,8 @@ function history(workload) {
 
 function parallel(workload) {
   const points = shownIn(workload, "ranges").filter((point) => point.quality !== null), families = familiesOf(points);
-  const usable = (key) => points.every((p) => p[key] !== null) && distinct(points.map((p) => p[key])).length > 1;
+  const measured = workload.points.every((p) => p.basis.startsWith("measured: ")); // risk decided nothing
+  const usable = (key) => !(key === "risk" && measured) && points.every((p) => p[key] !== null) && distinct(points.map((p) => p[key])).length > 1;
   const keys = ["quality", "state_share", "peak_mib", "samples_per_s", "risk"].filter(usable).concat(workload.settings.filter((name) => points.every((p) => (p.settings[name] ?? null) !== null)));
   const steps = families.flatMap((family, at) => [[at / families.length, colour(family)], [(at + 1) / families.length, colour(family)]]);
   const dimensions = keys.map((key) => {
