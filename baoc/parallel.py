@@ -85,12 +85,8 @@ REFUSED = {
         "{name} was offloaded to the CPU by fully_shard, whose weights would be copied for every step of theirs: leave "
         "out CPUOffloadPolicy, and choose specs of fewer bytes such as adamw_int8"
     ),
-    "meshes": (
-        "{name} and {other} are cut over different ranks: build one optimizer for each mesh of fully_shard"
-    ),
-    "sharded_late": (
-        "{name} was cut by fully_shard after its optimizer was built: call fully_shard first"
-    ),
+    "meshes": "{name} and {other} are cut over different ranks: build one optimizer for each mesh of fully_shard",
+    "sharded_late": "{name} was cut by fully_shard after its optimizer was built: call fully_shard first",
     "sharded_copy": (
         "an optimizer of parameters that fully_shard cuts cannot be copied or pickled: they are the process group's. "
         "Save its state_dict()"
@@ -261,8 +257,7 @@ class ProcessGroupRanks(Ranks):
 
 def ranks() -> Ranks:
     """The default process group, or SINGLE_PROCESS. The first call in a new group is a collective."""
-    distributed = _initialized_distributed()
-    if distributed is None or distributed.get_world_size() == 1:
+    if (distributed := _distributed()) is None:
         return SINGLE_PROCESS
     default = distributed.group.WORLD
     if not _newest_group or _newest_group[0][0] is not default:
@@ -324,12 +319,12 @@ def _unpack(packed: tuple[type, tuple[Any, ...], dict[str, Any]]) -> Exception:
     return error
 
 
-def _initialized_distributed() -> Any:
-    """torch.distributed if it has a process group, else None."""
+def _distributed() -> Any:
+    """torch.distributed if it has a process group of several ranks, else None."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    return distributed
+    return distributed if distributed.get_world_size() > 1 else None
 
 
 # -- the rank of this process -----------------------------------------------------------------------------------------
@@ -363,8 +358,7 @@ def current_rank(environment: Mapping[str, str] = os.environ) -> RankInfo | None
 
 
 def _rank_in_group() -> RankInfo | None:
-    distributed = _initialized_distributed()
-    if distributed is None or distributed.get_world_size() == 1:
+    if (distributed := _distributed()) is None:
         return None
     return RankInfo(rank=str(distributed.get_rank()), size=distributed.get_world_size(), source="torch.distributed")
 

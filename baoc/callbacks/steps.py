@@ -25,11 +25,7 @@ class StepMonitor(L.Callback):
     """
 
     def __init__(
-        self,
-        *,
-        warmup_steps: int = 5,
-        leave_out: Callable[[], bool] | None = None,
-        batch_size: int | None = None,
+        self, *, warmup_steps: int = 5, leave_out: Callable[[], bool] | None = None, batch_size: int | None = None
     ):
         self.warmup_steps = warmup_steps
         self.leave_out = leave_out

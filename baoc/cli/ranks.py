@@ -20,7 +20,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import baoc
-from baoc.cli.failures import Failure, failure_of, report
+from baoc.cli.failures import failure_of, report
 from baoc.config.schema import RunConfig
 from baoc.core.commands import INTERRUPTED
 from baoc.errors import BadInputError, TrainingFailedError
@@ -238,12 +238,7 @@ class _SpawnedRanks:
             deadline = monotonic() + SHUTDOWN_S  # the connection ends before the process, on a busy machine by seconds
             while (failure := self._cause()) is None and monotonic() < deadline:
                 sleep(0.05)
-            failed = TrainingFailedError(
-                f"{_describe_failure(failure)}; resume=auto goes on from the newest checkpoint"
-            )
-            if failure is not None and failure[1] > 0:
-                failed.exit_code = failure[1]
-            raise failed from error
+            raise _error_of(failure) from error
 
     def _cause(self) -> tuple[int, int] | None:
         """The rank that cost the others their connection: one that left without an error, else the first failure."""
@@ -257,9 +252,9 @@ class _SpawnedRanks:
             self.first_failure = next(((rank, code) for rank, code in codes if code), None)
         if self.first_failure is None or self._ended.wait(SHUTDOWN_S):
             return
-        report(Failure(kind="TrainingFailedError", message=_describe_failure(self.first_failure), exit_code=5))
+        report(failed := failure_of(_error_of(self.first_failure)))
         self._kill()
-        os._exit(self.first_failure[1] if self.first_failure[1] > 0 else TrainingFailedError.exit_code)
+        os._exit(failed.exit_code)
 
     def _end(self, patience_s: float) -> None:
         """Waits `patience_s` for the processes, kills them, and restores the environment."""
@@ -278,14 +273,17 @@ class _SpawnedRanks:
             process.wait()
 
 
-def _describe_failure(failure: tuple[int, int] | None) -> str:
-    if failure is None:
-        return "the connection to another rank was lost"
-    rank, code = failure
-    if code < 0:
-        with suppress(ValueError):
-            return f"rank {rank} was ended by {signal.Signals(-code).name}"
-    return f"rank {rank} ended with exit code {code}{': see its message' if code else ' before the run did'}"
+def _error_of(failure: tuple[int, int] | None) -> TrainingFailedError:
+    """The error of rank 0 that another rank has ended; it has that rank's exit code. None: it is not known which."""
+    text, code = "the connection to another rank was lost", 0
+    if failure is not None:
+        rank, code = failure
+        text = f"rank {rank} ended with exit code {code}{': see its message' if code else ' too early'}"
+        with suppress(ValueError):  # -code is no signal
+            text = f"rank {rank} was ended by {signal.Signals(-code).name}"
+    error = TrainingFailedError(f"{text}; resume=auto goes on from the newest checkpoint")
+    error.exit_code = code if code > 0 else error.exit_code
+    return error
 
 
 def _exit_with_parent(parent: int) -> None:

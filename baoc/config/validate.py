@@ -62,16 +62,14 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
         for key in ("interval", "drift_threshold", "min_gain")
     },
     "profile": RemovedKey(
-        default=None,
-        instead="plans by another run's statistics of gradients were not shown to be better: leave it out",
+        default=None, instead="plans by another run's statistics of gradients were not shown to be better: leave it out"
     ),
     "faults.nonfinite_loss": RemovedKey(
         default="skip", instead="such steps are skipped: set faults.patience=1 to stop at the first one, and resume"
     ),
     "faults.max_rewinds": RemovedKey(default=3, instead="steps of a NaN or infinite loss are skipped: leave it out"),
     "budget.relaxation": RemovedKey(
-        default={"from_step": None},
-        instead="no run showed what it gives: name steps and budgets in budget.schedule",
+        default={"from_step": None}, instead="no run showed what it gives: name steps and budgets in budget.schedule"
     ),
 }
 

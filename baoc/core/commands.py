@@ -131,15 +131,11 @@ def system_error(error: BaseException) -> BaocError | None:
                 f"cannot make the folder {cause.filename}: {cause.strerror}; name another one (hydra.run.dir=PATH, "
                 "hydra.sweep.dir=PATH for a multirun, or the option or variable that names it)"
             )
-        if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE:
-            path = f" {cause.filename}" if cause.filename else ""
-            return OutputError(f"cannot open or write{path}: {cause.strerror}; a run writes into hydra.run.dir=PATH")
-        if isinstance(cause, OSError) and cause.errno in _STORAGE_FAILED:
-            path = f" {cause.filename}" if cause.filename else ""
-            return TrainingFailedError(
-                f"cannot read or write{path}: {cause.strerror}: the disk or network file system has failed, so look "
-                "after it, or use files elsewhere"
-            )
+        if isinstance(cause, OSError) and cause.errno in _NOT_WRITABLE | _STORAGE_FAILED:
+            what = f"{f' {cause.filename}' if cause.filename else ''}: {cause.strerror}"
+            if cause.errno in _STORAGE_FAILED:
+                return TrainingFailedError(f"cannot read or write{what}: the disk or network file system has failed")
+            return OutputError(f"cannot open or write{what}; a run writes into hydra.run.dir=PATH")
         if _is_out_of_memory(cause):
             return BudgetBreachedError(
                 f"out of memory: {str(cause).splitlines()[0] if str(cause) else 'the machine has none left'}\n"

@@ -48,14 +48,7 @@ from baoc.racing.entrants import ENTRANTS_FILE, Racer, RaceTarget, read_target, 
 from baoc.racing.records import MAX_EPOCH_RATIO, RaceScale, num_epochs, stage_name
 from baoc.sweep.early_stopping import violates_constraint
 from baoc.sweep.gpu_slots import find_gpus
-from baoc.sweep.storage import (
-    differences,
-    explain_storage_errors,
-    open_study,
-    seconds_of,
-    setting_text,
-    stored_name,
-)
+from baoc.sweep.storage import differences, explain_storage_errors, open_study, seconds_of, setting_text, stored_name
 from baoc.sweep.study import make_study_folder, run_study
 from baoc.sweep.study_config import MESSAGE_KEY, StudyConfig
 from baoc.sweep.trial_process import COMMAND, TrialProcess, preload

@@ -29,14 +29,7 @@ class LanguageTask(Task):
     quality: ClassVar[tuple[str, bool]] = ("val/bpb", False)
     task_family = "language"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        loss_chunk: int = 0,
-        ema_decay: float = 0.0,
-        **base: Any,
-    ):
+    def __init__(self, model: nn.Module, *, loss_chunk: int = 0, ema_decay: float = 0.0, **base: Any):
         """`base`: spec and optimizer, as `Task` takes them."""
         if loss_chunk < 0:
             raise BadInputError(f"loss_chunk must be 0 (all at once) or a number of tokens, not {loss_chunk}")

@@ -21,13 +21,7 @@ class VisionTask(Task):
     task_family = "vision"
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        label_smoothing: float = 0.0,
-        mixup: float = 0.0,
-        ema_decay: float = 0.0,
-        **base: Any,
+        self, model: nn.Module, *, label_smoothing: float = 0.0, mixup: float = 0.0, ema_decay: float = 0.0, **base: Any
     ):
         """`base`: spec and optimizer, as `Task` takes them."""
         if not 0 <= label_smoothing < 1:

@@ -244,13 +244,9 @@ def _host_lines(plan: Plan) -> list[str]:
 
 def print_options(options: Sequence[Option], *, objective: str) -> None:
     """Prints the options of the micro-batch search, one row each; > marks the chosen one, others give their reason."""
-    text_columns = (
-        Column("", no_wrap=True),
-        Column("option", ratio=1),
-        Column("weights", min_width=7),
-    )  # numbers never wrap
-    title = f"Options by objective={objective} (predicted)"
-    table = make_table(title, *text_columns, *number_columns("peak", "ms/step", "samples/s", "risk"))
+    names = Column("", no_wrap=True), Column("option", ratio=1), Column("weights", min_width=7)
+    numbers = number_columns("peak", "ms/step", "samples/s", "risk")
+    table = make_table(f"Options by objective={objective} (predicted)", *names, *numbers)
     for option in options:
         rate = _rate(option.samples_per_s)
         risk = "-" if option.risk is None else f"{option.risk:.3g}"
@@ -285,19 +281,14 @@ def print_planned(plans: Sequence[Mapping[str, Any]]) -> None:
 
 def print_reallocation(event: Reallocation) -> None:
     """Prints one line for the decision, and one for each of up to MAX_PRINTED_MOVES moved blocks."""
-    console = make_console()
     verdict = f"{_count(len(event.moves), 'block')} moved" if event.accepted else "nothing moved"
-    console.print(
-        f"step {event.step}, reallocation ({event.trigger}): {verdict}; {event.why}; state "
-        f"{format_bytes(event.state_bytes_before)} -> {format_bytes(event.state_bytes_after)}",
-        markup=False,
-        soft_wrap=True,
-    )
+    sizes = f"{format_bytes(event.state_bytes_before)} -> {format_bytes(event.state_bytes_after)}"
+    say(f"step {event.step}, reallocation ({event.trigger}): {verdict}; {event.why}; state {sizes}")
     for move in event.moves[:MAX_PRINTED_MOVES]:
         states = ", ".join(f"{state} {fate}" for state, fate in move.kept.items())
-        console.print(f"  {move.block}: {move.source} -> {move.target} ({states})", markup=False, soft_wrap=True)
+        say(f"  {move.block}: {move.source} -> {move.target} ({states})")
     if len(event.moves) > MAX_PRINTED_MOVES:
-        console.print(f"  and {len(event.moves) - MAX_PRINTED_MOVES} more, in reallocations.jsonl", markup=False)
+        say(f"  and {len(event.moves) - MAX_PRINTED_MOVES} more, in reallocations.jsonl")
 
 
 def print_result(result: RunResult, *, run_dir: str | Path) -> None:
@@ -405,7 +396,7 @@ def print_frontier(
         code = "" if job.exit_code is None else f"exit code {job.exit_code}: "
         first = job.message.splitlines()[0] if job.message else "no message"
         name = job.run if job.label == job.run else f"{job.label} ({job.run})"
-        console.print(f"{name}, {code}{first}", markup=False, soft_wrap=True)
+        say(f"{name}, {code}{first}")
     console.print()
 
 

@@ -134,19 +134,16 @@ class Narrator:
             lines.append(f"peak {measured}{when}{each}, {format_bytes(plan.peak_bytes)} predicted")
         limit, held = self._limit_and_held()
         if self.reallocator.deferred_budget is not None:
-            lines.append(f"budget {plan.budget.name}: not planned for, as not every optimizer has stepped yet")
-        elif limit is None and self.reallocator.planner.budget.memory_bytes is not None:
-            lines.append(f"budget {plan.budget.name}: no plan was made that meets it")
+            verdict = "not planned for, as not every optimizer has stepped yet"
         elif limit is None:
-            lines.append(f"budget {plan.budget.name}: no limit on memory or state")
+            limited = self.reallocator.planner.budget.memory_bytes is not None
+            verdict = "no plan was made that meets it" if limited else "no limit on memory or state"
         elif held is None:
-            why = "to be judged once a peak is measured"
-            if not self.alone:
-                why = "not judged, because no peak of this and the other optimizer together is measured"
-            lines.append(f"budget {plan.budget.name}: {format_bytes(limit)}, {why}")
+            both = "not judged, because no peak of this and the other optimizer together is measured"
+            verdict = f"{format_bytes(limit)}, {'to be judged once a peak is measured' if self.alone else both}"
         else:
             verdict = budget_verdict(limit, used_bytes=held, met=held <= limit, memory=memory, binding=plan.binding)
-            lines.append(f"budget {plan.budget.name}: {verdict}")
+        lines.append(f"budget {plan.budget.name}: {verdict}")
         if (time := step_time_line(plan)) is not None:
             lines.append(f"{time}, not measured in training")
         return lines
@@ -175,8 +172,7 @@ class Narrator:
             return
         self._stepped = False
         if self.verbose:
-            moves = self.num_moves
-            moved = "no reallocation" if not moves else f"{moves} reallocation{'' if moves == 1 else 's'}"
+            moved = f"{self.num_moves or 'no'} reallocation{'s' if self.num_moves > 1 else ''}"
             say("; ".join([f"{self.name}: {steps} steps, {moved}", *self.verdict_lines()]))
         self._log()
 

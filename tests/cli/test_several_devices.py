@@ -60,7 +60,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("fault", "exit_code", "words"),
-    [("oom", 4, "rank 1: .*has no memory left"), ("exit", 5, "rank 1 ended with exit code 0 before the run did")],
+    [("oom", 4, "rank 1: .*has no memory left"), ("exit", 5, "rank 1 ended with exit code 0 too early")],
 )
 def test_an_error_of_one_rank_ends_the_run_with_its_exit_code(
     fault: str, exit_code: int, words: str, tmp_path: Path
