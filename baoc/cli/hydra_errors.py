@@ -71,8 +71,8 @@ def _missing_option(error: MissingConfigException) -> BadInputError:
     singular = group.removesuffix("s") if group in COLLECTIONS else group
     options = [name for name in error.options if as_typed([f"{group}={name}"]) == [f"{group}={name}"]]  # no paths
     similar = did_you_mean(option, options)
-    own_code_forms = [NAME_FORMATS] if group in GROUPS else []
-    allowed = spellings() if group == "budget" else ", ".join([*options, *own_code_forms])
+    options += [NAME_FORMATS] if group in GROUPS else []
+    allowed = spellings() if group == "budget" else ", ".join(options)
     return BadInputError(f"{group}={option}: there is no such {singular}{similar}\nallowed: {allowed}")
 
 

@@ -12,7 +12,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from importlib.metadata import EntryPoint, entry_points
@@ -174,22 +175,16 @@ def call(name: str, *, key: str, options: Mapping[str, Any], offered: Mapping[st
         return function(*args, **kwargs)
 
 
-class faults:
-    """A context manager that turns exceptions of the user's code into BadInputErrors with file and line. BaocErrors and
-    exhausted memory are raised unchanged."""
-
-    def __init__(self, key: str, name: str, *, doing: str = ""):
-        self._subject = f"{key}={name}{doing}"
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is None or not isinstance(error, Exception) or isinstance(error, BaocError):
-            return
-        if type(error).__name__ in _OUT_OF_MEMORY:
-            return
-        raise BadInputError(f"{self._subject} raised {_described(error)}") from error
+@contextmanager
+def faults(key: str, name: str, *, doing: str = "") -> Generator[None]:
+    """Turns exceptions of the user's code into BadInputErrors with file and line. BaocErrors and exhausted memory are
+    raised unchanged."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, BaocError) or type(error).__name__ in _OUT_OF_MEMORY:
+            raise
+        raise BadInputError(f"{key}={name}{doing} raised {_described(error)}") from error
 
 
 def with_faults(function: Callable[..., Any], *, key: str) -> Callable[..., Any]:

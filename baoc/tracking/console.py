@@ -245,16 +245,15 @@ def _host_lines(plan: Plan) -> list[str]:
 def print_options(options: Sequence[Option], *, objective: str) -> None:
     """Prints the options of the micro-batch search, one row each; > marks the chosen one, others give their reason."""
     names = Column("", no_wrap=True), Column("option", ratio=1), Column("weights", min_width=7)
-    numbers = number_columns("peak", "ms/step", "samples/s", "risk")
-    table = make_table(f"Options by objective={objective} (predicted)", *names, *numbers)
+    title, heads = f"Options by objective={objective} (predicted)", ("peak", "ms/step", "samples/s", "risk")
+    table = make_table(title, *names, *number_columns(*heads))
     for option in options:
-        rate = _rate(option.samples_per_s)
         risk = "-" if option.risk is None else f"{option.risk:.3g}"
         peak = format_bytes(option.peak_bytes) if option.peak_bytes else "-"
-        mark = ">" if option.chosen else ""
         step = "-" if math.isnan(option.step_s) else _ms(option.step_s * 1e3)
         name = f"{option.name}: {option.why}" if option.why else option.name
-        table.add_row(mark, escape(name), option.weights, peak, step, rate, risk)
+        numbers = peak, step, _rate(option.samples_per_s), risk
+        table.add_row(">" if option.chosen else "", escape(name), option.weights, *numbers)
     make_console().print(table)
 
 
