@@ -414,7 +414,11 @@ def with_own_storage(tensor: Tensor) -> Tensor:
         size = (tensor.nbytes // tensor.element_size(),)
         flat = tensor.as_strided(size, (1,)).view(torch.uint8).numpy()
         return torch.from_numpy(flat).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-    return torch.from_dlpack(tensor) if tensor.device.type in ("cpu", "cuda") else tensor.clone()
+    if tensor.device.type not in ("cpu", "cuda"):
+        return tensor.clone()
+    same = torch.from_dlpack(tensor)
+    same.untyped_storage().is_alias = True  # pyright: ignore[reportAttributeAccessIssue]  # for MemoryTracker
+    return same
 
 
 @torch.inference_mode(False)

@@ -156,7 +156,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._ignored:
+        if key in self._ignored or getattr(storage, "is_alias", False):  # memory that another storage has
             return
         nbytes = storage.nbytes()
         counted = self._live.get(key)

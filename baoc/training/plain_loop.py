@@ -249,8 +249,11 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     @property
     def budget_met(self) -> bool | None:
-        """True if the limit on memory or state holds so far; None without such a limit, or if no peak is known, or on a
-        CPU if another optimizer has a memory budget too."""
+        """True if the limit on memory or state holds so far; None without such a limit, or if no peak is known.
+
+        On a CPU a peak is known of the first step only, whatever later batches hold, and of none if another optimizer
+        has a memory budget too.
+        """
         return self.narrator.budget_met
 
     def summary(self) -> str:

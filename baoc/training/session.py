@@ -539,7 +539,7 @@ class Session:
         return replace(
             footprint,
             step_temporary_bytes=temporaries | step_temporaries(matrix_specs, params=self.hidden or planned),
-            arrival_bytes=weight_conversion_bytes(specs, device=footprint.device),
+            arrival_bytes=max(footprint.arrival_bytes, weight_conversion_bytes(specs, device=footprint.device)),
         )
 
     def largest_on_ranks(self, footprint: Footprint) -> Footprint:

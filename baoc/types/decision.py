@@ -183,7 +183,7 @@ class Footprint:
     profile_temporary_bytes: int = 0  # while gradients are sampled or read by a decision
     context_bytes: int = 0  # of the CUDA context with its loaded kernels
     reserve_bytes: int = 0  # for modules that CUDA loads late
-    arrival_bytes: int = 0  # taken by loading weights, beyond the weights themselves
+    arrival_bytes: int = 0  # taken by loading weights, or by gathering them for a file, beyond the weights themselves
     others_bytes: int = 0  # beside all this: other optimizers, late parameters, layers kept gathered
     step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])  # by spec: for its largest tensor
     intervals: tuple[PeakInterval, ...] = ()  # of forward, backward and validation; empty if unknown

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from baoc.optim.state import with_own_storage
 from baoc.profiling import MemoryTracker
 
 F32 = 4
@@ -226,3 +227,19 @@ def test_what_is_left_out_does_not_count_and_its_address_counts_again_once_it_is
     with tracker:
         torch.zeros(1000)
     assert tracker.peak_bytes == 2000 * F32
+
+
+def test_a_slice_with_a_storage_of_its_own_is_the_memory_of_its_slab_and_lasts_as_long():
+    slab = torch.zeros(1000)
+    with MemoryTracker().count_existing(slab) as tracker:
+        part = with_own_storage(slab[:500])
+        gc.collect()
+        part.view(5, 100).add_(1)
+        assert tracker.peak_bytes == 1000 * F32
+        del slab
+        gc.collect()
+        part.add_(1)
+        assert tracker.current_bytes == 1000 * F32
+        del part
+        gc.collect()
+    assert tracker.current_bytes == 0

@@ -75,6 +75,7 @@ BEFALLS: dict[str, dict[str, Any]] = {
 }
 BEFALLS_CUT = {"nan, late": ONCE, "SIGUSR1": {}, "breach": BEFALLS["breach"]}
 BEFALLS |= {f"{kind}, cut": {"strategy": "fsdp", **OWN, **changes} for kind, changes in BEFALLS_CUT.items()}
+AVERAGED: dict[str, Any] = {"task": TaskConfig(options={"ema_decay": 0.5})}
 RESUMED = ("in a decision", "SIGUSR1, cut")
 
 
@@ -166,6 +167,11 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         with mock.patch.object(microbatch_search, "DECIDING_S", 1.0):
             searched = {"micro_batch": "auto", "objective": "throughput", "budget": parse_budget("60mb"), "steps": 2}
             found["cut, searched"] = ran(base / "searched", ranks=2, strategy="fsdp", **searched, **OWN)
+        with brief(depth=1):
+            few = {**OWN, "budget": parse_budget("60mb"), "micro_batch": 1, "steps": 2}
+            found["cut, few"] = ran(base / "few", ranks=2, strategy="fsdp", **few)
+            few["budget"] = parse_budget("2mb")
+            found["cut, averaged"] = ran(base / "averaged", ranks=2, strategy="fsdp", **few, **AVERAGED)
         with befalling("budget file", rank=rank, folder=(folder := base / "by column")):
             resumed = {"resume": shared / "by column", "strategy": "fsdp", "steps": AT + 2}
             found["cut, budget"] = ran(folder, ranks=2, **resumed, **BY_COLUMN)
@@ -253,6 +259,14 @@ def test_how_a_batch_is_run_under_fully_shard_is_decided_by_all_ranks(found: lis
     result, (chosen, *others) = found[0]["cut, searched"]["result"], found[0]["options"]
     assert found[1]["options"] == [chosen] and result.budget_met and result.peak_bytes <= result.peak_bytes_predicted
     assert 2 * int(chosen["micro_batch"]) * int(chosen["accumulation"]) == 64 and others
+
+
+@pytest.mark.parametrize("name", ["cut, few", "cut, averaged"])
+def test_a_checkpoint_that_holds_more_than_a_step_is_predicted_under_fully_shard(name: str, found: list[Any]) -> None:
+    assert [each[name]["ended"] for each in found] == ["", ""]
+    result = found[0][name]["result"]
+    assert result.peak_by_stretch["checkpoint"] == max(result.peak_by_stretch.values()) == result.peak_bytes
+    assert result.budget_met and result.peak_bytes <= result.peak_bytes_predicted <= 1.1 * result.peak_bytes
 
 
 def test_a_new_budget_under_fully_shard(found: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from baoc.callbacks.generators import capture_rng, restore_rng
 from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError
+from baoc.optim.shards import is_sharded
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
 from baoc.profiling.caller_probe import inputs_of
@@ -216,16 +217,31 @@ class Probe:
 def with_averages(
     footprint: Footprint, averages: Sequence[EmaWeights], *, module: L.LightningModule, validates: bool
 ) -> Footprint:
-    """The footprint with averaged weights, of which validation makes copies."""
+    """The footprint with averaged weights, of which validation makes copies, and what rank 0 gathers for a file."""
     extra = sum(part.validation_bytes(module) for part in averages) if validates else 0
     return replace(
         footprint,
+        arrival_bytes=gathered_bytes(footprint, module=module, averages=bool(averages)),
         ema_bytes=sum(part.nbytes(module) for part in averages),
         validation_bytes=footprint.validation_bytes + extra,
         intervals=tuple(
             replace(m, num_bytes=m.num_bytes + extra) if m.name == "validation" else m for m in footprint.intervals
         ),
     )
+
+
+def gathered_bytes(footprint: Footprint, *, module: L.LightningModule, averages: bool) -> int:
+    """On a CPU under fully_shard, where host and device share memory: the most that a checkpoint takes on rank 0 beside
+    its rows of weights and states. That is gradients, all rows of weights, averages and fp32 AdamW's states, and two
+    copies of the tensor that is gathered last."""
+    whole = [param for param in module.parameters() if is_sharded(param)]
+    trainer = module._trainer  # None in the search of run.py, which always writes one
+    if not whole or footprint.device != "cpu" or (trainer is not None and not trainer.checkpoint_callbacks):
+        return 0
+    states = sum(4 * param.numel() * (3 if averages else 2) for param in whole if param.requires_grad)
+    largest = max(4 * param.numel() for param in whole)
+    held = footprint.resident_bytes - footprint.weights_bytes
+    return held + sum(param.numel() * param.element_size() for param in whole) + states + 2 * largest
 
 
 def upkeep_bytes(*, clips: bool, averages: bool) -> int:
