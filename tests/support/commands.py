@@ -90,10 +90,13 @@ def _start(
 
 
 def _within(cwd: Path, environment: dict[str, str], folder: Path, body: Callable[[], None]) -> None:
+    from tests.support.training_runs import brief  # whose imports the server has made, and this process need not
+
     take_environment(environment)
-    fork_for_children(folder, take_environment)
-    os.chdir(cwd)
-    body()
+    with brief():  # in its own forks too
+        fork_for_children(folder, take_environment)
+        os.chdir(cwd)
+        body()
 
 
 def _run(program: Callable[[Any], Any], given: Any) -> None:

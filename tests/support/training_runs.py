@@ -25,7 +25,7 @@ EVERY_STEP = CheckpointConfig(every_n_steps=1, keep=20)
 
 
 @contextmanager
-def brief(*, depth: int = 2) -> Iterator[None]:
+def brief(*, depth: int = 1) -> Iterator[None]:
     """Inside, the smallest vision transformer has `depth` layers in place of four, the small one four in place of
     twelve, and steps are timed for a moment: what tests hold depends on none of these, what they cost does."""
     settings: Any = {size: family_of("vit").sizes[size].settings for size in ("tiny", "small")}

@@ -45,7 +45,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-STEPS, AT = 10, 6
+STEPS, AT = 6, 4
 MORE_BYTES = 256 << 20
 ONE_CURVE = {
     "model": ModelConfig(),
@@ -90,7 +90,7 @@ def ran(
     **changes: Any,
 ) -> dict[str, Any]:
     """What a run says, how it ends, and its result on rank 0."""
-    given = config(**{"batch_size": 64, "checkpoint": CheckpointConfig(every_n_steps=4, export=False), **changes})
+    given = config(**{"batch_size": 64, "checkpoint": CheckpointConfig(every_n_steps=2, export=False), **changes})
     lasting = {"devices": ranks, "strategy": strategy, "max_steps": steps, "precision": precision}
     trainer = replace(given.trainer, **lasting, val_check_interval=100, limit_val_batches=1)
     given = replace(given, trainer=trainer, resume=None if resume is None else str(resume))
@@ -150,21 +150,21 @@ def work(rank: int, size: int, store: Path) -> dict[str, Any]:
 def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
     base = store.parent / f"rank {rank}"
     shared = store.parent / "rank 0"  # whose folders are those of the run
-    kept = {**ONE_CURVE, "checkpoint": CheckpointConfig(every_n_steps=4, keep=3, export=False)}
-    export = CheckpointConfig(every_n_steps=4, keep=3, export=True)
+    kept = {**ONE_CURVE, "checkpoint": CheckpointConfig(every_n_steps=2, keep=3, export=False)}
+    export = CheckpointConfig(every_n_steps=2, keep=3, export=True)
     found: dict[str, Any] = {}
     if rank == 0:
         found["one"] = ran(base / "one", ranks=1, **kept)
-        ran(base / "by column", ranks=1, steps=4, **BY_COLUMN)
+        ran(base / "by column", ranks=1, steps=2, **BY_COLUMN)
     with as_launched(rank, size), group(rank, size, store=store):
         found["two"] = ran(base / "two", ranks=2, **kept)
-        found["one_two"] = ran(base / "one_two", ranks=2, resume=after(8, shared / "one"), **ONE_CURVE)
+        found["one_two"] = ran(base / "one_two", ranks=2, resume=after(4, shared / "one"), **ONE_CURVE)
         cut: dict[str, Any] = {**ONE_CURVE, "strategy": "fsdp", "checkpoint": export}
-        found["two_cut"] = ran(base / "two_cut", ranks=2, resume=after(4, shared / "two"), **cut)
+        found["two_cut"] = ran(base / "two_cut", ranks=2, resume=after(2, shared / "two"), **cut)
         partly = {"model": ModelConfig(freeze=("*pos*",)), "task": TaskConfig(options={"ema_decay": 0.5})}
         found["cut, hosted"] = ran(base / "hosted", ranks=2, steps=2, **{**cut, **OWN, **FROM_HOST, **partly})
         found["cut, narrow"] = ran(base / "narrow", ranks=2, steps=2, precision="bf16-true", **cut)
-        with mock.patch.object(microbatch_search, "DECIDING_S", 1.0):
+        with mock.patch.object(microbatch_search, "DECIDING_S", 1.0), brief(depth=2):
             searched = {"micro_batch": "auto", "objective": "throughput", "budget": parse_budget("60mb"), "steps": 2}
             found["cut, searched"] = ran(base / "searched", ranks=2, strategy="fsdp", **searched, **OWN)
         with brief(depth=1):
@@ -181,8 +181,8 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         for kind in RESUMED:
             found[f"{kind}, resumed"] = ran(base / kind, ranks=2, resume=shared / kind, **BEFALLS[kind])
     if rank == 0:
-        found["two_one"] = ran(base / "two_one", ranks=1, resume=after(8, base / "two"), **ONE_CURVE)
-        found["cut_one"] = ran(base / "cut_one", ranks=1, resume=after(8, base / "two_cut"), **ONE_CURVE)
+        found["two_one"] = ran(base / "two_one", ranks=1, resume=after(4, base / "two"), **ONE_CURVE)
+        found["cut_one"] = ran(base / "cut_one", ranks=1, resume=after(4, base / "two_cut"), **ONE_CURVE)
         found["losses"] = {name: losses(base / name) for name in ("one", *CURVES, *BEFALLS)}
         files_of = {kind: base / kind / "checkpoints" for kind in BEFALLS}
         names_of = {kind: [path.name for path in folder.glob("*")] for kind, folder in files_of.items()}
@@ -220,7 +220,7 @@ def found() -> list[dict[str, Any]]:
     return in_processes(work)
 
 
-CURVES = {"two": 0, "one_two": 8, "two_one": 8, "two_cut": 4, "cut_one": 8}  # their first step; `cut` by fully_shard
+CURVES = {"two": 0, "one_two": 4, "two_one": 4, "two_cut": 2, "cut_one": 4}  # their first step; `cut` by fully_shard
 
 
 @pytest.mark.parametrize("name", CURVES)
@@ -289,8 +289,8 @@ def test_the_result_is_of_all_ranks(found: list[dict[str, Any]]) -> None:
 ENDS = {
     "nan, late": "",
     "clock": "",
-    "SIGUSR1": "PreemptedError: SIGUSR1 ended the run after step 7",
-    "in a decision": "PreemptedError: SIGTERM ended the run after step 6",
+    "SIGUSR1": f"PreemptedError: SIGUSR1 ended the run after step {AT + 1}",
+    "in a decision": f"PreemptedError: SIGTERM ended the run after step {AT}",
     "breach": "BudgetBreachedError: budget 60mb allows",
     "budget file": "",
 }
@@ -307,7 +307,7 @@ def test_what_befalls_one_rank_ends_or_spares_all_in_the_same_step(kind: str, fo
 
 @pytest.mark.parametrize("kind", ["nan, late", "nan, late, cut"])
 def test_a_loss_that_is_no_number_on_one_rank_is_one_of_all(kind: str, found: list[dict[str, Any]]) -> None:
-    assert "the loss of step 7 is nan: the step leaves out" in " ".join(found[0][kind]["told"].split())
+    assert f"the loss of step {AT + 1} is nan: the step leaves out" in " ".join(found[0][kind]["told"].split())
 
 
 def test_checkpoints_go_by_the_first_clock(found: list[dict[str, Any]]) -> None:
@@ -327,5 +327,5 @@ def test_a_run_that_a_signal_to_one_rank_has_ended_goes_on(kind: str, found: lis
 
 def test_a_budget_that_is_written_in_mid_run_is_that_of_all_ranks_from_one_step_on(found: list[dict[str, Any]]) -> None:
     first, second = (each["moves"] for each in found)
-    assert first == second and [line[:2] for line in first][-1] == (AT + 1, "budget")
+    assert first == second and (AT + 1, "budget") in [line[:2] for line in first]
     assert found[0]["budget file"]["result"].budget["name"] == "state_10"

@@ -37,6 +37,13 @@ pytestmark = pytest.mark.slow
 TIGHT = "2.7mb"  # AdamW fits with 8 samples at once, and not with 16
 
 
+@pytest.fixture(autouse=True, scope="module")
+def trains_briefly() -> Iterator[None]:
+    """With a layer more than other tests: of one, the activations leave no choice."""
+    with brief(depth=2):
+        yield
+
+
 @pytest.fixture
 def four_layers() -> Iterator[None]:
     """Of two, the activations take more than gradients that could be released."""

@@ -46,13 +46,19 @@ class Process:
     more = 0
 
 
+@pytest.fixture(autouse=True, scope="module")
+def trains_briefly() -> Iterator[None]:
+    """With a layer more than other tests: of one, the activations leave no choice."""
+    with brief(depth=2):
+        yield
+
+
 @pytest.fixture
-def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
     one = Process()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     measure_as(one, patch=monkeypatch)
-    with brief():
-        yield one
+    return one
 
 
 def measure_as(process: Process, *, patch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A plan for which nothing is allocated counts the bytes that a probe of the same network finds: every model."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +27,17 @@ from baoc.training.run import build
 from baoc.training.session import declared_blocks
 from baoc.types import PeakInterval
 from tests.support.planners import footprint as made_footprint
+from tests.support.training_runs import brief
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trains_briefly() -> Iterator[None]:
+    """With layers that may be recomputed by turns."""
+    with brief(depth=2):
+        yield
+
 
 SIZES = {"llama": ("nano", 4), "vit": ("tiny", 8), "dit": ("tiny", 4), "unet": ("tiny", 4)}
 

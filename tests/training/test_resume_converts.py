@@ -64,7 +64,8 @@ def test_another_budget(
     change = sum(move["bytes_after"] - move["bytes_before"] for move in event["moves"])
     assert event["state_bytes_after"] - event["state_bytes_before"] == pytest.approx(change, abs=64)
     told = " ".join(capsys.readouterr().out.split())
-    assert f"step {step}, reallocation (resume): {len(event['moves'])} blocks moved; the budget was state_25" in told
+    moved = f"{len(event['moves'])} block{'s' * (len(event['moves']) > 1)} moved"
+    assert f"step {step}, reallocation (resume): {moved}; the budget was state_25" in told
     assert result.num_steps == 14 and result.quality.value < 2.6
 
 
