@@ -56,16 +56,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 # Seconds of a processor, or of waiting, that the longest files take; of others a slow test takes a third of one.
 LONG_S = {
-    "training/test_ddp_runs.py": 50, "sweep/test_race.py": 45, "training/test_decision.py": 45,
-    "optim/test_sharded.py": 40, "sweep/test_study_robust.py": 35, "cli/test_several_devices.py": 35,
-    "sweep/test_study_launchers.py": 30, "cli/test_exit_codes.py": 25, "training/test_preemption.py": 25,
-    "cli/test_jobs.py": 15, "sweep/test_sweeps.py": 15, "training/test_experiments.py": 15,
-    "training/test_budget_control.py": 15, "kernels/test_muon_step.py": 15, "kernels/test_kernels_matrix.py": 15,
-    "sweep/test_study.py": 15, "training/test_run.py": 15, "training/test_checkpoint_kinds.py": 15,
+    "training/test_decision.py": 45, "optim/test_sharded.py": 40, "training/test_least_kept.py": 35,
+    "training/test_ddp_runs.py": 30, "sweep/test_race.py": 30, "sweep/test_study_robust.py": 20,
+    "cli/test_several_devices.py": 20, "cli/test_exit_codes.py": 15, "training/test_preemption.py": 10,
+    "sweep/test_study_launchers.py": 10, "cli/test_jobs.py": 15, "sweep/test_sweeps.py": 15,
+    "training/test_experiments.py": 10, "training/test_budget_control.py": 10, "kernels/test_muon_step.py": 15,
+    "kernels/test_kernels_matrix.py": 15, "training/test_run.py": 10, "training/test_checkpoint_kinds.py": 15,
     "kernels/test_fused_backend.py": 15, "examples/test_examples.py": 10, "training/test_plan_bytes.py": 10,
-    "training/test_front_doors.py": 10, "training/test_resume_converts.py": 10, "config/test_own_code.py": 10,
-    "cli/test_mixed_multirun.py": 10, "training/test_planning.py": 10, "profiling/test_depth.py": 10,
-    "training/test_host_budgets.py": 5, "frontier/test_frontier_picture.py": 10,
+    "training/test_front_doors.py": 10, "config/test_own_code.py": 10, "cli/test_mixed_multirun.py": 10,
+    "training/test_planning.py": 10, "profiling/test_depth.py": 10, "frontier/test_frontier_picture.py": 10,
 }  # fmt: skip
 
 

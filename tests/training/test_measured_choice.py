@@ -39,6 +39,8 @@ from tests.support.ranks import group
 from tests.support.tiny import tiny_trainer
 from tests.support.training_runs import brief, config, run
 
+pytestmark = pytest.mark.slow
+
 LANGUAGE = families()["language"][0]
 
 
@@ -411,7 +413,6 @@ def test_a_strategy_chooses_the_same_and_steps(llama: nn.Module, tmp_path: Path)
     assert set(strategy.reallocator.plan.allocation.choices.values()) == set(plan.allocation.choices.values())
 
 
-@pytest.mark.slow
 def test_a_run_says_what_its_plan_rests_on(tmp_path: Path):
     from baoc.config.compose import compose
     from baoc.config.from_hydra import from_hydra

@@ -9,6 +9,8 @@ from torch import nn
 
 from baoc import BaocOptimizer
 
+pytestmark = pytest.mark.slow
+
 
 class Nameless(nn.Linear):
     """Ends in no known type, so its weight is no head by its place."""
