@@ -592,7 +592,19 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
-        super().__init__(budget, device=named.get(device, device), **settings)
+        super().__init__(
+            budget,
+            device=named.get(device, device),
+            settings=settings,
+            recipe=recipe,
+            checkpointing=checkpointing,
+            pretrained=pretrained,
+            latency=latency,
+            plan_only=plan_only,
+            record_latency=record_latency,
+            verbose=verbose,
+            **others,
+        )
         self._device_choice = device
 
     def setup_environment(self) -> None:

@@ -22,6 +22,7 @@ from baoc.profiling.tracker import MemoryTracker, PeakMeter
 from baoc.training import plain_loop
 from baoc.training.plain_loop import name_parameters
 from baoc.training.session import SessionSettings
+from baoc.types import Footprint
 from tests.support.plain_loops import train
 
 cross_entropy = nn.functional.cross_entropy
@@ -215,6 +216,8 @@ class BesideALargerRank(Ranks):
         return tuple(number + self.more for number in numbers)
 
     def all_gather(self, value: Any) -> list[Any]:
+        if not isinstance(value, Footprint):
+            return [value, value]
         return [value, replace(value, forward_backward_bytes=value.forward_backward_bytes + self.more)]
 
 

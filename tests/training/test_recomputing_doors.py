@@ -154,7 +154,7 @@ def test_a_number_that_no_longer_fits_at_its_last_look_is_refused_and_has_no_oth
 def test_a_refusal_that_is_planned_for_again_leaves_the_module_as_it_was(checkpointing: Any, left: int):
     session: Any = Session.__new__(Session)
     session.module, session.device, session.budget = Own(), torch.device("cpu"), parse_budget("100kb")
-    session.settings = SessionSettings(checkpointing=checkpointing)
+    session.settings, session.ranks = SessionSettings(checkpointing=checkpointing), SINGLE_PROCESS
 
     def plan() -> None:
         session.recompute(2)
