@@ -583,11 +583,23 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
     strategy_name = STRATEGY_NAME
 
     def __init__(
-        self, budget: str | int | float | Mapping[str, Any] | Budget = "auto", *, device: str = "auto", **settings: Any
+        self,
+        budget: str | int | float | Mapping[str, Any] | Budget = "auto",
+        *,
+        device: str = "auto",
+        settings: SessionSettings | None = None,
+        recipe: RecipeLike | None = None,
+        checkpointing: bool | int | Literal["auto"] | None = None,
+        pretrained: bool | None = None,
+        latency: LatencyTable | None = None,
+        plan_only: bool = False,
+        record_latency: bool = False,
+        verbose: bool = True,
+        **others: Any,
     ):
         refuse_several_processes("strategy")
         check_arguments(
-            settings, BaocStrategy, BudgetedStrategy, also=("accelerator", "checkpoint_io", "precision_plugin")
+            others, BaocStrategy, BudgetedStrategy, also=("accelerator", "checkpoint_io", "precision_plugin")
         )
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
