@@ -68,7 +68,7 @@ MIN_LAST_RUNG_STEPS = 100  # of a race that is shorter than the run
 RUNS_PER_CHECK = 6  # per worker: runs between two comparisons of the clock with the cap
 MIN_ENTRANTS = 2  # that a race is predicted to end with
 RETRIES = 3  # of a run that was killed: a fault of the machine must not drop an entrant
-_CHANGEABLE = ("workers", "per_gpu", "first", "cap_s", "library")  # settings of race.* that may change on a resume
+_CHANGEABLE = ("workers", "per_gpu", "cap_s", "library")  # settings of race.* that may change when a race goes on
 # Settings that a race sets or decides itself; all other overrides of the command hold for its runs too
 _SET_BY_RACE = (
     "mode", "resume", "seed", "name", "race", "recipe", "allocator", "objective", "checkpoint", "logger",
@@ -659,8 +659,7 @@ def comparable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     BadInputError for a key that is no setting any more."""
     # true by default in earlier versions, and without effect in a race
     trainer = {key: value for key, value in settings["trainer"].items() if key != "reshard_after_forward"}
-    race = {key: value for key, value in settings["race"].items() if key not in _CHANGEABLE}
-    plain = to_plain(to_conf(from_plain({**settings, "trainer": trainer, "race": race})))
+    plain = to_plain(to_conf(from_plain({**settings, "trainer": trainer})))
     race = {key: value for key, value in plain["race"].items() if key not in _CHANGEABLE}
     return {key: plain[key] for key in plain if key not in INCIDENTAL or key == "seed"} | {"race": race}
 

@@ -603,12 +603,6 @@ def test_settings_of_a_race_are_refused_in_a_sentence(words: list[str], told: st
         from_hydra(compose(["model=vit", *words]))
 
 
-def test_a_race_goes_on_under_another_cap_or_without_one(tmp_path: Path):
-    for words in (["race=600"], ["race=900"], []):
-        given = config(tmp_path, *words)
-        RaceRun(given, overrides=[*WORDS, *words], folder=tmp_path, command="c", code=STUB).check_setup()
-
-
 def test_what_a_race_leaves_out_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
