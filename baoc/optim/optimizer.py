@@ -41,7 +41,7 @@ from baoc.optim.backward import (
 from baoc.optim.load_watch import watch_loads
 from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry, check_new_blocks
-from baoc.optim.state import FIRST_BETAS, LiveBlock, LiveStates, betas_of, with_own_storage
+from baoc.optim.state import FIRST_BETAS, LiveBlock, LiveState, LiveStates, betas_of, with_own_storage
 from baoc.optim.wrappers import watch_averages
 from baoc.parallel import ranks
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec, ParamInfo
@@ -288,7 +288,8 @@ class BlockwiseOptimizer(Optimizer):
     def _check_params(self) -> None:
         """Adds parameters that were frozen and have a gradient now. Raises BadInputError if some were replaced."""
         registry = self.registry
-        if self.state is not registry.torch_state or getattr(self.state, "touched", True):
+        cleared = LiveState.num_cleared != registry.num_cleared
+        if cleared or self.state is not registry.torch_state or getattr(self.state, "touched", True):
             registry.restart_absent(self.state)
             self._update_unseeded()
         try:  # lists compare by identity first, which is fast; comparing two distinct tensors may raise

@@ -22,7 +22,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -124,6 +123,7 @@ class BlockRegistry:
         self.frozen: list[Tensor] = []
         self.params_by_group: list[list[Tensor]] = []
         self.unit: StepUnit | None = None  # None until a step asks for it
+        self.num_cleared = 0  # LiveState's, when states were last looked at
         self.sample_state: tuple[State, str, Tensor] | None = None  # a state, a key, its tensor as `unit` was built
         self._pipelines: list[StagingPipeline] | None = None
         self._gradient_order: dict[Tensor, int] = {}  # parameter -> its place in the order of final gradients
@@ -223,7 +223,6 @@ class BlockRegistry:
         # One dict for both, so that who writes to a state of `Optimizer.state` writes to what is stepped; but none for
         # one on the host, whose tensors Lightning would move to the device.
         self.torch_state[slot.group_param] = shown = LiveState() if slot.on_host else state
-        shown.take_out = partial(self.torch_state.pop, slot.group_param, None)
         shown.update(others)
 
     def entries_of_others(self, slot: Slot) -> dict[str, Any]:
@@ -244,7 +243,7 @@ class BlockRegistry:
 
         def is_absent(slot: Slot) -> bool:
             state = torch_state.get(slot.group_param)
-            return not state and not isinstance(state, LiveState)  # that of a host-placed block is empty too
+            return state.is_cleared if isinstance(state, LiveState) else not state
 
         by_block = [(live, [slot for slot in live.slots if is_absent(slot)]) for live in self.live.values()]
         restarted = [slot.name for _, absent in by_block for slot in absent]
@@ -264,8 +263,9 @@ class BlockRegistry:
                     self.init_match(live)
             self.drop_backends()
             log.info("taken out of optimizer.state, so its state starts afresh: %s", groups.shorten(restarted))
-        if isinstance(torch_state, LiveStates):
-            torch_state.touched = False
+        self.num_cleared = LiveState.num_cleared
+        if isinstance(torch_state, LiveStates):  # a dict of another's may be emptied without a word
+            torch_state.touched = not all(isinstance(state, LiveState) for state in torch_state.values())
 
     def init_match(self, live: LiveBlock, *, rms: float | None = None) -> None:
         """Gives a matched block its matching state, whose own RMS is not measured yet.

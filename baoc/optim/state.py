@@ -9,6 +9,7 @@ host-placed blocks are in the optimizer's arena.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -36,11 +37,12 @@ class AbsentStateError(BadInputError, KeyError):
     __str__ = Exception.__str__  # KeyError's has quotes around the sentence
 
 
-def _noting(name: str) -> Callable[..., Any]:
-    method = getattr(defaultdict, name)
+def _noting(name: str, *, attribute: str, value: bool) -> Callable[..., Any]:
+    """A method of dict that sets an attribute, too."""
+    method = getattr(dict, name)
 
-    def noting(self: "LiveStates", *args: Any, **entries: Any) -> Any:
-        self.touched = True
+    def noting(self: Any, *args: Any, **entries: Any) -> Any:
+        setattr(self, attribute, value)
         return method(self, *args, **entries)
 
     return noting
@@ -50,22 +52,27 @@ class LiveStates(defaultdict[Tensor, State]):
     """`Optimizer.state`. It notes writes, so that a step looks for entries that others took out only after some."""
 
     touched = True  # of another type of dict, which a user may assign, a step looks at all entries each time
-    __setitem__, __delitem__, __ior__ = map(_noting, ("__setitem__", "__delitem__", "__ior__"))
-    pop, popitem, clear, update = map(_noting, ("pop", "popitem", "clear", "update"))
+    _touching = partial(_noting, attribute="touched", value=True)
+    __setitem__, __delitem__, __ior__ = map(_touching, ("__setitem__", "__delitem__", "__ior__"))
+    pop, popitem, clear, update = map(_touching, ("pop", "popitem", "clear", "update"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return defaultdict, (dict,), None, None, iter(self.items())  # a copy belongs to no optimizer
+        return defaultdict, (dict,), None, None, iter(self.items())  # a deep copy belongs to no optimizer
 
 
 class LiveState(State):
     """A parameter's state as `Optimizer.state` has it, with a sentence for who looks for AdamW's in it."""
 
-    take_out: Callable[[], object] | None = None  # takes it out of `Optimizer.state`
+    num_cleared = 0  # by the process: a step looks for cleared ones where this has grown
+    is_cleared = False
+    _writing = partial(_noting, attribute="is_cleared", value=False)
+    __setitem__, __ior__, update = map(_writing, ("__setitem__", "__ior__", "update"))
 
     def clear(self) -> None:
-        """Lets the next step start the state afresh, as an empty one of torch's optimizers does."""
-        if self.take_out is not None:
-            self.take_out()
+        """Lets the next step start the state afresh, as an empty one of torch's optimizers does. Its tensors stay until
+        then, and who writes to it before takes that back."""
+        self.is_cleared = True
+        LiveState.num_cleared += 1
 
     def __reduce__(self) -> tuple[type[State], tuple[State]]:
         return dict, (dict(self),)

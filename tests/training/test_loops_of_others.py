@@ -278,6 +278,20 @@ def by_clearing_each(optimizer: Any, before: Any) -> None:
         state.clear()
 
 
+def by_clearing_in_a_loop(optimizer: Any, before: Any) -> None:
+    for state in optimizer.state.values():
+        state.clear()
+
+
+def by_emptying_its_own(optimizer: Any, before: Any) -> None:
+    own = {param: dict(optimizer.state[param]) for param in optimizer.state}
+    for param, state in own.items():
+        optimizer.state[param] = state
+    optimizer.step()  # without gradients
+    for state in own.values():
+        state.clear()
+
+
 def by_popping(optimizer: Any, before: Any) -> None:
     for param in optimizer.param_groups[0]["params"]:
         optimizer.state.pop(param)
@@ -294,12 +308,12 @@ def by_clearing_a_new_state(optimizer: Any, before: Any) -> None:
 
 
 ALL = [
-    by_clearing, by_a_new_state, by_setstate, by_loading, by_empty_ones, by_clearing_each, by_popping, by_updating,
-    by_clearing_a_new_state,
+    by_clearing, by_a_new_state, by_setstate, by_loading, by_empty_ones, by_clearing_each, by_clearing_in_a_loop,
+    by_popping, by_updating, by_clearing_a_new_state,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", [*ALL, of_some, of_some_by_empty_ones])
+@pytest.mark.parametrize("way", [*ALL, of_some, of_some_by_empty_ones, by_emptying_its_own])
 def test_states_start_afresh_as_those_of_torch_do(way: Callable[[Any, Any], None]):
     """Dead units that are revived, agents that begin anew, Reptile: all reset AdamW by its `state`."""
     ended = []
@@ -333,6 +347,31 @@ def test_states_of_every_spec_start_afresh(way: Callable[[Any, Any], None]):
         plainly(optimizer, model.loss, step, None)
         plainly(fresh, other.loss, step, None)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_state_that_is_cleared_and_written_again_is_what_was_written():
+    model = Deep()
+    optimizer = BaocOptimizer(model, budget="unlimited", verbose=False)
+    for step in range(3):
+        plainly(optimizer, model.loss, step, None)
+    for state in optimizer.state.values():
+        saved = dict(state)
+        state.clear()
+        state.update(saved)
+    plainly(optimizer, model.loss, 3, None)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {4.0}
+
+
+def test_clearing_a_state_of_before_a_migration_leaves_the_new_one():
+    model = Deep()
+    optimizer = BaocOptimizer(model, budget="unlimited", verbose=False)
+    plainly(optimizer, model.loss, 0, None)
+    earlier = list(optimizer.state.values())
+    optimizer.migrate(dict.fromkeys(optimizer.specs, "adamw_int8"))
+    for state in earlier:
+        state.clear()
+    plainly(optimizer, model.loss, 1, None)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
 
 
 def test_moments_of_adamw_are_told_where_they_are():

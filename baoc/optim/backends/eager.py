@@ -203,7 +203,7 @@ def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: boo
     if slot.counts_steps:
         step = int(state["step"].item()) + 1
         if store and slot.param.numel():  # the optimizer counts the steps of slots without rows
-            state["step"] += 1
+            state["step"].add_(1)
     if not store:
         states = {name: tensor.clone() for name, tensor in states.items()}
     ctx = RuleContext(
