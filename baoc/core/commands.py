@@ -5,6 +5,7 @@ Used by the `python -m baoc.FOLDER.NAME` commands, which run without Hydra; `bao
 
 import errno
 import os
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -98,7 +99,10 @@ def tell(text: str) -> None:
 
 
 def _output_is_full() -> bool:
-    """Whether it is stdout that has no room, told by a line end: nothing is kept of what could not be written."""
+    """Whether it is stdout that has no room, told by a line end: nothing is kept of what could not be written. Pipes
+    and terminals always have room, and would show that line."""
+    if os.isatty(1) or stat.S_ISFIFO(os.fstat(1).st_mode):
+        return False
     try:
         os.write(1, b"\n")
     except OSError as error:

@@ -200,8 +200,9 @@ def nearest_family(params: Sequence[ParamInfo], *, task: str | None = None) -> s
 
 @cache
 def families() -> Mapping[str, tuple[Family, ...]]:
-    """Family -> its measurements, one of each size."""
-    return {name: tuple(family_from_plain(name, node) for node in sizes) for name, sizes in measured_table().items()}
+    """Family -> its measurements, one of each size, the smallest first."""
+    nodes = {name: sorted(sizes, key=lambda node: node["num_params"]) for name, sizes in measured_table().items()}
+    return {name: tuple(family_from_plain(name, node) for node in sizes) for name, sizes in nodes.items()}
 
 
 def family_from_plain(name: str, node: Mapping[str, Any]) -> Family:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from baoc.errors import BadInputError, unknown_name
+from baoc.optim.groups import to_plain as to_numbers
 from baoc.planning.allocators import ALLOCATORS
 from baoc.training.session import SessionSettings, bf16_weight_specs
 from baoc.types import Budget, to_plain
@@ -69,7 +70,7 @@ def shared_by_ranks(
         shape = None if is_lazy(param) else tuple(param.shape)  # refused by its own message later
         given[name] = f"{shape} {param.dtype}{trained[param.requires_grad]}"
     for index, group in enumerate(groups):
-        kept = {key: to_plain(group[key]) for key in HYPERPARAMETERS if key in group}
+        kept = {key: to_numbers(group[key]) for key in HYPERPARAMETERS if key in group}
         given |= {f"{key} of parameter group {index}": value for key, value in kept.items()}
     if settings is not None:
         given |= {**to_plain(settings), **to_plain(settings.planner), "planner": ""}

@@ -161,11 +161,10 @@ function slice(workload) {
   const key = byId("slice_by").value, axis = key && axisOf(workload, key);
   if (!axis) return plot("slice", [], {annotations: [{text: "All points have the same settings.", showarrow: false, font: {color: css("soft")}}]});
   // Points of a name lie beside each other: as many places as points, in the order of the points; one alone in the middle
-  const points = shownIn(workload, "brush"), beside = (p) => {
-    const ofName = axis.names ? workload.points.filter((other) => axis.place(other) === axis.place(p)) : [];
-    return ofName.length > 1 ? 0.5 * ((ofName.indexOf(p) * 0.618 + 0.5) % 1) - 0.25 : 0;
-  };
-  const x = (p) => { const at = axis.place(p); return at === null ? null : axis.log ? 10 ** at : at + beside(p); };
+  const points = shownIn(workload, "brush"), counts = {}, numbers = new Map();
+  if (axis.names) workload.points.forEach((p) => { const at = axis.place(p); counts[at] = (counts[at] || 0) + 1; numbers.set(p, counts[at] - 1); });
+  const beside = (p, at) => (counts[at] > 1 ? 0.5 * ((numbers.get(p) * 0.618 + 0.5) % 1) - 0.25 : 0);
+  const x = (p) => { const at = axis.place(p); return at === null ? null : axis.log ? 10 ** at : at + beside(p, at); };
   return plot("slice", markers(workload, points, x), {xaxis: {title: {text: axis.title}, ...(axis.log ? logAxis(points.map(x)) : {type: "linear"}), ...(axis.names ? {tickvals: axis.names.map((_, at) => at), ticktext: axis.names.map((text) => text.slice(0, 24)), range: [-0.5, axis.names.length - 0.5]} : {})},
     yaxis: {title: {text: qualityTitle(workload)}}, dragmode: NARROW ? false : "select", uirevision: workload.name + key});
 }
