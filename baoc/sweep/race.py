@@ -68,7 +68,7 @@ MIN_LAST_RUNG_STEPS = 100  # of a race that is shorter than the run
 RUNS_PER_CHECK = 6  # per worker: runs between two comparisons of the clock with the cap
 MIN_ENTRANTS = 2  # that a race is predicted to end with
 RETRIES = 3  # of a run that was killed: a fault of the machine must not drop an entrant
-_CHANGEABLE = ("workers", "per_gpu", "cap_s", "library")  # settings of race.* that may change when a race goes on
+_CHANGEABLE = ("workers", "per_gpu", "library")  # settings of race.* that may change when a race goes on
 # Settings that a race sets or decides itself; all other overrides of the command hold for its runs too
 _SET_BY_RACE = (
     "mode", "resume", "seed", "name", "race", "recipe", "allocator", "objective", "checkpoint", "logger",
@@ -390,6 +390,7 @@ class RaceRun:
         setup = read_record(file, {"settings.trainer": dict, "settings.race": dict})
         plan_s = setup.get("plan_s")
         self.plan_s = self._earlier_plan_s = float(plan_s) if isinstance(plan_s, int | float) else 0.0
+        setup["settings"]["race"].setdefault("cap_s", settings["race"]["cap_s"])  # not kept by earlier versions
         try:
             earlier_settings = comparable_settings(setup["settings"])
         except BadInputError as error:
@@ -659,7 +660,7 @@ def comparable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     BadInputError for a key that is no setting any more."""
     # true by default in earlier versions, and without effect in a race
     trainer = {key: value for key, value in settings["trainer"].items() if key != "reshard_after_forward"}
-    plain = to_plain(to_conf(from_plain({**settings, "trainer": trainer})))
+    plain = to_plain(to_conf(from_plain({**settings, "trainer": trainer, "mode": "race"})))  # the record has no mode
     race = {key: value for key, value in plain["race"].items() if key not in _CHANGEABLE}
     return {key: plain[key] for key in plain if key not in INCIDENTAL or key == "seed"} | {"race": race}
 

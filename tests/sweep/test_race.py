@@ -603,6 +603,24 @@ def test_settings_of_a_race_are_refused_in_a_sentence(words: list[str], told: st
         from_hydra(compose(["model=vit", *words]))
 
 
+def test_a_race_goes_on_under_its_own_cap_alone(tmp_path: Path):
+    """Another cap would have other runs, which are known by their numbers."""
+
+    def check(*words: str) -> None:
+        given = config(tmp_path, *words)
+        RaceRun(given, overrides=[*WORDS, *words], folder=tmp_path, command="c", code=STUB).check_setup()
+
+    for words in (["race=600"], ["race=600", "race.workers=3"]):
+        check(*words)
+    for words, earlier in ((["race=900"], "race.cap_s=600"), (["mode=race"], "race.first=capped, race.cap_s=600")):
+        with pytest.raises(BadInputError, match=rf"holds a race with {earlier}"):
+            check(*words)
+    setup = read_json(tmp_path / "race_setup.json")
+    del setup["settings"]["race"]["cap_s"]
+    (tmp_path / "race_setup.json").write_text(json.dumps(setup))
+    check("race=600")
+
+
 def test_what_a_race_leaves_out_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
