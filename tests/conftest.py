@@ -65,6 +65,7 @@ LONG_S = {
     "kernels/test_fused_backend.py": 15, "examples/test_examples.py": 10, "training/test_plan_bytes.py": 10,
     "training/test_front_doors.py": 10, "config/test_own_code.py": 10, "cli/test_mixed_multirun.py": 10,
     "training/test_planning.py": 10, "profiling/test_depth.py": 10, "frontier/test_frontier_picture.py": 10,
+    "kernels/test_storage_paths.py": 5,
 }  # fmt: skip
 
 

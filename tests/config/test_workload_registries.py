@@ -120,6 +120,7 @@ def built(model_name: str, data_name: str, folder: Path) -> tuple[Task, Any]:
     return task, data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_name", "data_name"), TRAINED)
 def test_every_model_is_trained_whole(model_name, data_name, folder):
     task, data = built(model_name, data_name, folder)

@@ -135,6 +135,7 @@ def test_a_file_that_is_no_image_is_named_without_addresses(tmp_path):
 # -- varied batches, workers, ranks -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_workers_change_nothing_and_passes_do_not_disturb_each_other(tmp_path):
     root = write_folder(tmp_path / "x", size=(90, 70), count=10)
     alone, helped = (images(root, augment="crop_flip", workers=workers) for workers in (0, 1))

@@ -23,6 +23,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "model"), [("language", "llama"), ("vision", "vit"), ("diffusion", "dit")])
 def test_what_is_chosen_at_10_15_and_25_percent_is_what_was_measured(task: str, model: str):
     with ROWS.open(newline="") as file:

@@ -65,6 +65,7 @@ def alone(bench: Bench, run: Run, *, lr: float) -> float:
     return float(torch.stack(judged).mean(0)[0])
 
 
+@pytest.mark.slow
 def test_replicas_end_as_each_would_alone(bench: Bench) -> None:
     recipes, lr = whole_recipes(), 3e-3
     runs = [

@@ -64,6 +64,7 @@ def test_bf16_parameters_are_stepped_in_fp32_and_rounded_once(spec: str):
     stay_equal(Pair(spec, shapes_of(spec), dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SOME)
 def test_left_to_itself_it_stays_by_the_eager_one(spec: str):
     """A code that fell on the other side is corrected by its thresholds, not added up."""

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from baoc.core.catalogue import NATIVE
 from tests.support.optimizing import build
 
+pytestmark = pytest.mark.slow  # each takes many steps
+
 LR = 1e-2
 SHAPE = (64, 128)
 STORED = [name for name, spec in NATIVE.items() if spec.storage != "fp32"]

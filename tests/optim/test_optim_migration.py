@@ -106,6 +106,7 @@ def targets_of(source: str) -> list[str]:
     return [n for n, spec in NATIVE.items() if n != source and (spec.rule == own.rule or n in rows or n in KEEN)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", NATIVE)
 def test_update_rms_is_continuous_from_every_rule_and_storage(source: str) -> None:
     run = Run(source)

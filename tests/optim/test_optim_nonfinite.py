@@ -73,6 +73,7 @@ def _kept(optimizer: BlockwiseOptimizer, name: str) -> tuple:
     return next(slot.states for live in optimizer.registry.live.values() for slot in live.slots if slot.name == name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", NATIVE)
 def test_it_does_not_matter_which_value_was_bad(spec: str) -> None:
     ends = []

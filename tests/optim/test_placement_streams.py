@@ -87,6 +87,7 @@ def agree(a: Run, b: Run) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_every_order_that_the_marks_allow_gives_the_same_bits() -> None:
     spec = "adamw_int8+split8"
     expected = on_the_device(spec)
@@ -94,6 +95,7 @@ def test_every_order_that_the_marks_allow_gives_the_same_bits() -> None:
         assert agree(streamed(LateStreams(), spec, order), expected), order
 
 
+@pytest.mark.slow
 def test_large_pieces_come_and_go_in_chunks_among_small_ones() -> None:
     expected = on_the_device("adamw_int8", shapes=MIXED)
     for order in ORDERS:
@@ -145,6 +147,7 @@ def test_no_chunk_comes_before_what_was_in_its_place_has_left(monkeypatch: pytes
     assert not all(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [(STEP, MAIN), (STEP, IN), (IN, OUT), (OUT, STEP), (MAIN, STEP)])
 def test_without_any_one_of_the_waits_some_order_is_wrong(pair: tuple[str, str]) -> None:
     expected = on_the_device("adamw_int8")

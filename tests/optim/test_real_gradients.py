@@ -14,6 +14,8 @@ from baoc.data.images import read_digits
 from tests.support.optimizing import build
 from tests.support.references import REFERENCES
 
+pytestmark = pytest.mark.slow  # each trains for hundreds of steps
+
 STEPS, LR = 200, 1e-3
 NAMES = ("0.weight", "2.weight")
 WIDE = "0.weight"  # its gradients have the spread of the pixels

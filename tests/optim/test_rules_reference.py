@@ -80,6 +80,7 @@ def test_a_rule_is_its_reference(rule: str, shape: str) -> None:
     follow(info("w", SHAPES[shape]), rule, bad_steps={})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [name for name in RULES if not name.startswith(("foam_l1", "foam_l3"))])
 def test_a_rule_stays_with_its_reference_for_hundreds_of_steps(rule: str) -> None:
     follow(info("w", (9, 37)), rule, bad_steps={}, steps=MANY)

@@ -14,6 +14,8 @@ from baoc.types import Limits
 from tests.support.decision import Candidates, brute_force, extremes, random_candidates
 from tests.support.examples import examples
 
+pytestmark = pytest.mark.slow  # each allocates for many examples
+
 EXACT, LAGRANGIAN, RANDOM = (ALLOCATORS[name] for name in ("exact", "lagrangian", "random"))
 SLACK = 1e-9
 

@@ -208,6 +208,7 @@ def test_a_footprint_that_knows_the_rows_on_offer_alone_is_enough(offered: tuple
         assert set(one.choices.values()) <= set(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_recipes", [(), ("*+bf16_sr",)])
 @pytest.mark.parametrize("offered", [("*",), ("*", "*+split8"), ("adamw*", "lion*")])
 def test_the_least_that_is_named_is_enough_and_a_byte_less_is_not(
@@ -572,6 +573,7 @@ UNTOLD: dict[str, tuple[str | None, dict[str, object]]] = {  # name of one tenso
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [6, 12, 41])  # 6.6M, 26M and 304M parameters
 @pytest.mark.parametrize("kind", UNTOLD)
 def test_a_recipe_is_not_chosen_nor_raced_under_its_name_where_blocks_do_not_tell_its_parts(kind: str, times: int):

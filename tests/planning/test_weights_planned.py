@@ -95,6 +95,7 @@ def test_what_savings_spare_is_spent_where_counting_them_boldly_is_too_much():
     assert len(fitting) < len(all_ways) and planner.propose().allocation.risk == pytest.approx(least, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "specs",
     [("adamw", "sign+split8"), ("adamw", "muon", "*+split8"), ("adamw", "muon+bf16_sr", "sign+bf16_sr")],

@@ -86,6 +86,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @DOORS
 def test_the_file_of_a_race_is_a_recipe_at_every_door(door: Callable[[str], Any]):
     assert replace(door(leave_race()), share=None) == replace(RECIPES[CHOSEN], share=None)

@@ -509,6 +509,7 @@ def _none():
     raise BadInputError("there is none yet")
 
 
+@pytest.mark.slow
 def test_auto_is_another_budget_than_none_and_names_of_equal_limits_are_one(tmp_path: Path):
     def limits(word: str) -> object:
         return race_family(config(tmp_path, word), size="tiny")["budget"]
@@ -533,6 +534,7 @@ def test_all_runs_failing_is_an_error_and_not_a_choice(tmp_path: Path):
         run_race(config(tmp_path, *ONE_STAGE), overrides=[*WORDS, *ONE_STAGE], folder=tmp_path, command="c", code=code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cap_s", [None, 1000.0])
 def test_an_entrant_all_of_whose_runs_fail_leaves_and_only_a_stage_without_others_is_an_error(
     cap_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -603,6 +605,7 @@ def test_settings_of_a_race_are_refused_in_a_sentence(words: list[str], told: st
         from_hydra(compose(["model=vit", *words]))
 
 
+@pytest.mark.slow
 def test_a_race_goes_on_under_its_own_cap_alone(tmp_path: Path):
     """Another cap would have other runs, which are known by their numbers."""
 

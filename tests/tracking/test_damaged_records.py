@@ -111,6 +111,7 @@ def _result(folder: Path) -> tuple[Path, dict[str, Any], Callable[[], object]]:
     return folder / "result.json", to_plain(make_result()), read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", [_race, _taken, _entrants, _setup, _resumed, _error, _plan, _result])
 def test_a_damaged_file_is_read_or_refused_by_name(reader: Callable[..., Any], tmp_path: Path):
     file, content, read = reader(tmp_path)

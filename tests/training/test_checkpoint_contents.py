@@ -17,6 +17,8 @@ from baoc.tracking.checkpoints import load_checked, resolve_resume
 from baoc.training.resume import check_contents, find_checkpoint, saved_decision, write_decision
 from tests.support.training_runs import config, run
 
+pytestmark = pytest.mark.slow  # they train, save and load
+
 Change = Callable[[dict[str, Any]], object]
 
 

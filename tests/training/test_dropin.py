@@ -120,6 +120,7 @@ def test_without_a_probe_the_first_step_measures_itself():
     assert optimizer.plan.budget.name == "300mb" and not optimizer.plan.binding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budgets", "probed"),
     [
@@ -161,6 +162,7 @@ def test_an_optimizer_in_another_thread_for_the_same_network_or_that_is_gone_is_
     assert not caplog.text and last.narrator.alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", [False, True])
 def test_a_first_step_without_a_backward_tells_nothing_and_the_next_one_is_measured(release: bool):
     peaks = []
@@ -346,6 +348,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(tmp_path, stop):
     assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), second.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_the_names_of_its_network_and_shares_checkpoints_with_it():
     """torch.compile puts `_orig_mod.` before each name: the plan and its profile would be of other blocks."""
     model, loss = make()

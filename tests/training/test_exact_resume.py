@@ -17,6 +17,8 @@ from baoc.tracking.jsonl import JsonlLogger
 from baoc.tracking.metrics import read_metrics
 from tests.support.tiny import TinyBatches, TinyLoader, TinyModule, tiny_trainer
 
+pytestmark = pytest.mark.slow  # they train and resume
+
 STEPS = 16  # of 6 batches per epoch: two whole epochs and a part of a third
 
 

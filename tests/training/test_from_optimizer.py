@@ -14,6 +14,8 @@ from baoc.types import Role
 from tests.support.classifier import same
 from tests.support.plain_loops import net, train
 
+pytestmark = pytest.mark.slow  # they plan, time and step networks
+
 
 def adamw(model: nn.Module, **changed: Any) -> torch.optim.AdamW:
     """As timm builds one: decay by dimensions, a multiple of the rate per layer, no names."""
@@ -73,7 +75,6 @@ def test_the_last_of_hidden_layers_is_no_head_where_their_network_lives(head: st
     assert model and heads == ([] if head else ["2.weight"])
 
 
-@pytest.mark.slow
 def test_the_network_of_plain_parameters_is_the_smallest_that_lives_with_all_of_them():
     inner: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     outer = nn.ModuleDict({"ours": inner, "other": nn.Linear(2, 2)})

@@ -33,6 +33,8 @@ from baoc.training.trainer import session_settings
 from tests.support.classifier import Classifier, fit, loader
 from tests.support.sessions import session
 
+pytestmark = pytest.mark.slow  # each plans by both doors
+
 SETTINGS = SessionSettings(
     planner=PlannerSettings(specs=("adamw", "adamw_int8", "lion", "sign"), keep_fp32_roles=()),
     reallocation=ReallocationConfig(mode="off"),
@@ -118,7 +120,6 @@ def test_host_memory_is_offered_without_a_probe_too() -> None:
     assert optimizer.plan.budget.host_memory_bytes == 64 * 2**20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "released"), [("8gb", False), ("8gb", True), ({"memory": "8gb", "step_time": 1000.0}, False)]
 )
@@ -237,7 +238,6 @@ def by_both_on_its_network(budget: Any, tmp_path: Path) -> list[Any]:
     return plans
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "budget",
     ["unlimited", "auto", "8gb", "state_50", {"state_fraction": 0.25, "step_time": 1000.0}, {"host_memory": "64mb"}],
@@ -252,7 +252,6 @@ def test_the_command_chooses_like_both_and_like_a_plan_for_a_card(budget: Any, t
     assert (card["choices"], card["state_bytes"]) == (ours["choices"], ours["state_bytes"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("budget", [{"state_fraction": 1e-9}, {"memory": "1mb"}, {"step_time": 1e-6}], ids=str)
 def test_what_cannot_be_met_is_refused_by_the_command_too(budget: Any, tmp_path: Path) -> None:
     errors = []

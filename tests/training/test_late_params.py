@@ -18,6 +18,8 @@ from baoc.training import narration
 from baoc.training import reallocator as reallocator_module
 from tests.support.tiny import tiny_trainer
 
+pytestmark = pytest.mark.slow  # they plan, save and load
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -184,7 +186,6 @@ def late_activations(budget: int | str, *, way: str, probed: bool) -> BaocOptimi
     return optimizer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("probed", [True, False])
 @pytest.mark.parametrize("way", ["unfrozen", "group"])
 def test_what_their_backward_keeps_is_measured_and_all_states_make_room_for_it(way: str, probed: bool):

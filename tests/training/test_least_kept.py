@@ -30,6 +30,8 @@ from tests.support.classifier import Classifier, fit, loader
 from tests.support.ranks import group, in_processes
 from tests.support.training_runs import brief, config
 
+pytestmark = pytest.mark.slow  # they plan again and again
+
 Door = Callable[[int, Path], object]
 OFF, CHANGED = 17_500_000, 64 * MIB  # the most by which recorded processes were apart, and more than any page
 
@@ -106,8 +108,8 @@ def plain_loop(num_bytes: int, _: Path, *, batch_size: int = 64, repeats: int = 
 
 
 DOORS = [
-    pytest.param(decided, id="run.py, decided", marks=pytest.mark.slow),
-    pytest.param(command, id="run.py", marks=pytest.mark.slow),
+    pytest.param(decided, id="run.py, decided"),
+    pytest.param(command, id="run.py"),
     pytest.param(strategy, id="BaocStrategy"),
     pytest.param(plain_loop, id="BaocOptimizer"),
 ]
@@ -152,7 +154,6 @@ def budgets_of_a_rank(rank: int, size: int, store: Path, *, more: int, budgets: 
     return named
 
 
-@pytest.mark.slow
 def test_ranks_name_what_the_first_of_them_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     first, same = in_processes(partial(budgets_of_a_rank, more=20 * MIB, budgets=[4000]))
@@ -186,7 +187,6 @@ def test_a_loss_that_the_key_does_not_know_is_named_anew(process: Process, tmp_p
     assert refusal(wide, lean, tmp_path).least_feasible_bytes == least > lean + CHANGED // 2
 
 
-@pytest.mark.slow
 def test_each_run_at_what_was_named_writes_the_option_that_it_takes(process: Process, tmp_path: Path):
     process.more = SMALL_PAGE // 2
     least = refusal(decided, 4000, tmp_path).least_feasible_bytes
@@ -255,7 +255,6 @@ def test_a_damaged_file_refuses_nothing(damage: Callable[[str], str], process: P
     plain_loop(least - 1, tmp_path)
 
 
-@pytest.mark.slow
 def test_a_run_without_a_budget_is_not_refused_by_what_was_named(process: Process, tmp_path: Path):
     refusal(decided, 4000, tmp_path)
     command(0, tmp_path / "unlimited", micro_batch="auto", budget=Budget(name="unlimited"))

@@ -17,6 +17,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from baoc import BaocOptimizer
 from baoc.errors import BadInputError
 
+pytestmark = pytest.mark.slow  # they train by loops of others
+
 STEPS = 4
 
 
@@ -411,7 +413,6 @@ def test_networks_that_are_wrapped_or_rewritten_have_the_plan_of_their_own(made:
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.slow
 def test_a_compiled_training_step_calls_it_as_it_is():
     torch.manual_seed(0)
     model = Deep()

@@ -25,7 +25,10 @@ from baoc.types import Budget, Footprint, ParamInfo, Role, to_plain
 from tests.support.classifier import QUIET, loader, same
 from tests.support.planners import MIB, NO_TEMPORARIES
 
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+pytestmark = [
+    pytest.mark.slow,  # they train by Lightning
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning"),
+]
 
 
 class Gan(L.LightningModule):
@@ -194,7 +197,6 @@ def test_each_verdict_knows_of_a_step_that_was_measured_as_parameters_came_to_on
     assert ours.late_peak_bytes >= tensors + sum(one.optimizer.state_bytes() for one in strategy.reallocators)
 
 
-@pytest.mark.slow
 def test_nothing_of_a_fit_lives_on_after_it():
     strategy, module = BaocStrategy("8gb", verbose=False), Gan()
     trained(strategy, module)

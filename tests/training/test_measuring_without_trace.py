@@ -17,7 +17,10 @@ from baoc import BaocStrategy
 from baoc.errors import BadInputError
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*num_workers.*")
+pytestmark = [
+    pytest.mark.slow,  # they train by every door
+    pytest.mark.filterwarnings("ignore:.*num_workers.*"),
+]
 
 
 @dataclass(slots=True)

@@ -16,12 +16,15 @@ from baoc.planning.planner import PlannerSettings
 from baoc.training.session import SessionSettings
 from tests.support.classifier import QUIET, Classifier, loader, same
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*You're resuming from a checkpoint that ended before.*",
-    "ignore:.*Swapping scheduler.*",
-    "ignore:SWA is currently only supported every epoch",
-    "ignore:Checkpoint directory .* exists:UserWarning",
-)
+pytestmark = [
+    pytest.mark.slow,  # they train by Lightning
+    pytest.mark.filterwarnings(
+        "ignore:.*You're resuming from a checkpoint that ended before.*",
+        "ignore:.*Swapping scheduler.*",
+        "ignore:SWA is currently only supported every epoch",
+        "ignore:Checkpoint directory .* exists:UserWarning",
+    ),
+]
 NARROW = SessionSettings(planner=PlannerSettings(specs=("adamw", "adamw_int8+split8"), keep_fp32_roles=()))
 
 

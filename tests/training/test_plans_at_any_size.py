@@ -16,6 +16,8 @@ from baoc.types import Plan
 from experiments.benchmarks import scaling
 from tests.support.layered import Net
 
+pytestmark = pytest.mark.slow  # they plan as several ranks
+
 SIZES = (1, 2, 4, 8)
 BUDGET = 58_000
 

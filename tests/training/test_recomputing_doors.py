@@ -21,6 +21,8 @@ from baoc.training.session import Resharding, Session, SessionSettings
 from baoc.types import Footprint
 from tests.support.classifier import QUIET
 
+pytestmark = pytest.mark.slow  # they train by every door
+
 SETTINGS = SessionSettings(reallocation=ReallocationConfig(mode="off"))
 DEPTH, WIDTH, SAMPLES = 6, 16, 256
 
@@ -76,7 +78,6 @@ def test_bytes_fall_with_each_layer(peaks: list[int]):
     assert peak_bytes(True) == peaks[DEPTH] and peak_bytes(False) == peak_bytes(None) == peaks[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2, 4])
 def test_as_few_layers_as_fit_are_recomputed_through_both_doors(
     peaks: list[int], number: int, capsys: pytest.CaptureFixture[str]

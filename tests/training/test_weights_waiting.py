@@ -28,7 +28,10 @@ from baoc.training.session import Session
 from tests.support.classifier import QUIET, Classifier, fit, loader, same
 from tests.support.reduced_weights import SPECS, run, strategy
 
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+pytestmark = [
+    pytest.mark.slow,  # they train and resume
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning"),
+]
 
 
 class Card:
