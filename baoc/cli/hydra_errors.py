@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from traceback import walk_tb
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -36,6 +37,8 @@ def translate_error(error: BaseException) -> BadInputError | None:
         )
     if isinstance(error, ValueError) and "integer string conversion" in str(error):
         return BadInputError("a number of more than 4300 digits is given: no setting takes one, so write a smaller one")
+    if isinstance(error, ValueError) and (key := _key_below_a_list(error)):
+        return _unknown_key(key)
     if isinstance(error, _UNRESOLVED):
         return BadInputError(f"a value refers to what is not there: {str(error).splitlines()[0]}")
     if type(error).__name__ == _MISCONFIGURED:
@@ -62,6 +65,13 @@ def translate_error(error: BaseException) -> BadInputError | None:
     return _override_error(text) or BadInputError(text)
 
 
+def _key_below_a_list(error: ValueError) -> str | None:
+    """The key of an override such as optim.betas.x=1, of which OmegaConf asks an index; None for other errors."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    is_index = frame.f_code.co_name == "update" and frame.f_globals["__name__"] == "omegaconf.omegaconf"
+    return frame.f_locals["key"] if is_index else None
+
+
 def _missing_option(error: MissingConfigException) -> BadInputError:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if not group or error.options is None:
@@ -84,10 +94,13 @@ def _override_error(text: str) -> BadInputError | None:
         return BadInputError(f"{key} is there already: write {key}=VALUE, without a +")
     if match := re.match(r"Could not delete from config. '(.*?)'", text):
         return BadInputError(f"~{match.group(1)} removes what is not there")
-    if match := re.match(r"Error merging override (.*?)=[\s\S]*DictConfig with ListConfig", text):
-        return BadInputError(
-            f"{match.group(1)} is a group of keys, not a list: set one, as in {match.group(1)}.KEY=VALUE"
-        )
+    if match := re.match(r"Error merging override (.*?)=[\s\S]*DictConfig with ListConfig[\s\S]*=(\w+)$", text):
+        key = match.group(1)
+        if match.group(2) == "list":
+            return BadInputError(f"{key} is a list, not a group of keys: give all of it, as in {key}=[A,B]")
+        return BadInputError(f"{key} is a group of keys, not a list: set one, as in {key}.KEY=VALUE")
+    if match := re.match(r"Error merging override [+~]*([^=\n]*)[\s\S]*(is not an int|index out of range)", text):
+        return _unknown_key(match.group(1))
     if match := re.match(r"Could not override '(.*?)'", text):
         key = match.group(1)
         if key.startswith(_SWEEPER):

@@ -230,6 +230,14 @@ def race_option(duration: str) -> str:
     return f"{duration}s" if duration.replace(".", "", 1).isdigit() else duration
 
 
+def _budget_option(typed: str) -> str:
+    """A number in quotes, as `option_values` writes it; other text as it is."""
+    for number in (int, float):
+        with suppress(ValueError):
+            return repr(str(number(typed)))
+    return typed
+
+
 def recipe_or_none_node(recipe: Recipe | None) -> dict[str, Any]:
     return {"name": NO_RECIPE} if recipe is None else recipe_node(recipe)
 
@@ -237,7 +245,7 @@ def recipe_or_none_node(recipe: Recipe | None) -> dict[str, Any]:
 def with_option_names(argv: Sequence[str]) -> list[str]:
     """Replaces values of a command line by the names of the options that `register` has made for them.
 
-    These are own code, files of recipes, durations of races, and budgets in bytes, which Hydra would read as a number.
+    These are own code, files of recipes, durations of races, and budgets that Hydra would read as a number.
     Paths that Hydra's grammar cannot read, as with ~, accents and brackets, are quoted.
     """
     to_option = {
@@ -248,7 +256,7 @@ def with_option_names(argv: Sequence[str]) -> list[str]:
         },
         "recipe": partial(_option_name, "recipe"),
         "race": race_option,
-        "budget": lambda text: repr(text) if text.isdecimal() else text,
+        "budget": _budget_option,
     }
     replaced = []
     for word in argv:
@@ -310,6 +318,11 @@ def check_choices(overrides: Sequence[str]) -> None:
         if group in ("hydra.sweeper", "hydra.launcher") and equals and not value_text.startswith("{"):
             raise BadInputError(f"{group} is a group of keys: set one of them, as in {group}.KEY=VALUE")
         group = group.partition("@")[0]
+        if group == "budget" and value_text.startswith("{"):
+            raise BadInputError(
+                f"budget cannot be {plain_text(value_text)}: set its limits one by one, as in budget=20mb "
+                "budget.step_time=1.2"
+            )
         if not equals or group in ("budget", "race") or not group.replace("_", "").isalpha():
             continue
         options = assets.option_files(group)

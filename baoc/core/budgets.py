@@ -236,9 +236,9 @@ def _suggestion(text: str) -> str:
     number = re.search(r"\d+(?:\.\d+)?", text)
     names = [f"{number[0]}gb", f"{number[0]}mb", f"state_{number[0]}"] if number else [AUTO, UNLIMITED]
     allowed = [name for name in names if _is_allowed(name)]
-    if text.isdecimal() and float(text) > MAX_GIB_AS_TEXT:
-        return f"{int(text)}b"
     if number and number[0] == text:
+        if float(text) > MAX_GIB_AS_TEXT:
+            return f"{int(float(text))}b"
         return " or ".join(name for name in allowed if not name.endswith("mb"))
     return next(iter(get_close_matches(text, allowed, n=1)), "")
 

@@ -233,6 +233,11 @@ def explained_failures(device: str) -> Iterator[None]:
             f"budget ({str(error).splitlines()[0]})"
         ) from error
     except RuntimeError as error:
+        if "stateful loaders" in str(error):
+            raise CheckpointError(
+                "the checkpoint has a position in the data, and this run's loader takes none: resume with the data "
+                "settings of the first run, trainer.overfit_batches too"
+            ) from error
         if "Error(s) in loading state_dict" not in str(error):
             raise
         first = shorten(str(error).splitlines()[1], width=200, placeholder=" ...")  # of names there may be hundreds

@@ -45,6 +45,13 @@ PROBLEMS = [
         "recipe.betas is a group of keys, not a list: set one, as in recipe.betas.KEY=VALUE",
     ),
     (["risk.weights=[1]"], "risk.weights is a group of keys, not a list: set one, as in risk.weights.KEY=VALUE"),
+    (["budget.schedule={step: 1}"], "budget.schedule is a list, not a group of keys: give all of it, as in budget.sch"),
+    *(
+        ([word], "unknown key optim.betas.x: optim.betas is a value, not a group of keys")
+        for word in ("optim.betas.x=1", "+optim.betas.x=1", "++optim.betas.x=1", "~optim.betas.x")
+    ),
+    (["budget.schedule.0.step=1"], "unknown key budget.schedule.0.step: budget.schedule is a value, not a group"),
+    (["budget={memory: 20mb, step_time: 2}"], "set its limits one by one, as in budget=20mb budget.step_time=1.2"),
     (["~foo"], "~foo removes what is not there"),
     (["allocator=greedy"], "allocator=greedy was removed: it reported no gap and never chose better"),
     (["blocks.merge=1.0"], "blocks.merge was removed: no measured run tied blocks by their statistics: choose"),

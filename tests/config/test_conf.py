@@ -321,8 +321,11 @@ def test_yaml_is_read_as_hydra_reads_it(text: str):
     assert read_yaml(text) == OmegaConf.create(text)
 
 
-def test_whole_bytes_are_a_budget_on_the_command_line():
-    assert run_of("budget=4294967296").budget == run_of("budget=4gb").budget
+@pytest.mark.parametrize(
+    ("typed", "name"), [("4294967296", "4gb"), ("1_073_741_824", "1gb"), ("0.25", "state_25"), (".5", "state_50")]
+)
+def test_a_number_is_a_budget_on_the_command_line(typed: str, name: str):
+    assert run_of(f"budget={typed}").budget == run_of(f"budget={name}").budget
 
 
 def test_folders_of_jobs_are_safe_names():

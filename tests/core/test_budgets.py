@@ -132,6 +132,7 @@ def test_auto_becomes_what_is_free_and_nothing_else_changes():
         ("-1gb", r"cannot read budget=-1gb"),
         ("8", r"cannot read budget=8: .*; did you mean 8gb or state_8\?"),
         ("300000", r"cannot read budget=300000: .*; did you mean 300000b\?"),
+        ("2000000000.0", r"did you mean 2000000000b\?"),
         ("sate_15", r"did you mean state_15\?"),
         ("12.5gbytes", r"did you mean 12.5gb\?"),
         ("sate_500", r"for N % of AdamW's state$"),

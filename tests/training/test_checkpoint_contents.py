@@ -58,6 +58,25 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda c: _first_weight(c).view(-1)[-1].fill_(-math.inf),
         "has weights .* that are NaN or infinite",
     ),
+    **{
+        f"a buffer of NaN, {name}": (
+            lambda c, change=change: c["state_dict"].update(buffer=change(torch.full((2, 2), math.nan))),
+            "has weights buffer that are NaN or infinite",
+        )
+        for name, change in {
+            "sparse": torch.Tensor.to_sparse,
+            "complex": lambda it: it.to(torch.complex64),
+            "of 8 bits": lambda it: it.to(torch.float8_e4m3fn),
+        }.items()
+    },
+    **{
+        f"a schedule at {at}": (
+            lambda c, at=at: c["lr_schedulers"][0].update(last_epoch=at),
+            "has a 'lr_schedulers' that is not the steps of schedules",
+        )
+        for at in ("text", -7, 10**30)
+    },
+    "a schedule that is none": (lambda c: c.update(lr_schedulers=["x"]), "has a 'lr_schedulers' that is not the steps"),
     "no generators": (lambda c: c["callbacks"].pop("RngState"), "lacks the state of the random generators"),
     "half of a generator": (
         lambda c: c["callbacks"]["RngState"].update(torch=torch.zeros(7, dtype=torch.uint8)),
@@ -87,9 +106,14 @@ def test_it_is_told_by_name_and_passed_over(
     assert "passed over when looking for a checkpoint to resume" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_what_is_right_is_taken(folder: Path) -> None:
     last = folder / "checkpoints" / "last.ckpt"
-    check_contents(load_checked(last))
+    content = load_checked(last)
+    check_contents(content)
+    half = torch.full((2, 2), 0.5)
+    others = (half.to_sparse(), half.to_sparse_csr(), half.to(torch.complex64), half.to(torch.float8_e4m3fn))
+    check_contents({**content, "state_dict": dict(zip("abcd", others, strict=True))})
     assert find_checkpoint(config(resume=str(last)), run_dir=folder) == last
 
 

@@ -161,6 +161,12 @@ def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
         run(tmp_path / "day" / "other", resume=str(whole[0]), trainer=longer, model=ModelConfig(size="mini"))
 
 
+def test_a_checkpoint_with_a_position_in_other_data_is_refused(whole, tmp_path):
+    longer = replace(config().trainer, max_steps=20, overfit_batches=1)
+    with pytest.raises(CheckpointError, match=r"this run's loader takes none: .*trainer.overfit_batches too"):
+        run(tmp_path / "day" / "overfit", resume=str(whole[0]), trainer=longer)
+
+
 def test_a_resumed_run_says_what_stays_and_predicts_its_own_peak(whole, tmp_path, capsys):
     longer = replace(config().trainer, max_steps=20)
     result = run(tmp_path / "day" / "on", resume=str(whole[0]), trainer=longer, optim=replace(config().optim, lr=0.1))

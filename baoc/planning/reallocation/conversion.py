@@ -79,7 +79,7 @@ def restore_plan(
     risk = planner.risk_of_saved(risk_model, profile=profile)
     budget = deferred or planner.budget
     changed = saved is not None and saved != budget and not saved.name == budget.name == AUTO
-    notes = [f"the budget was {saved.name}, is {planner.budget.name}"] if saved is not None and changed else []
+    notes = [f"the budget was {_told(saved)}, is {_told(planner.budget)}"] if saved is not None and changed else []
     if saved is not None and changed and deferred is None and (risk != MEASURED or binds(saved, planner=planner)):
         plan = planner.propose(risk=risk, profile=profile)
     else:
@@ -117,3 +117,9 @@ def binds(budget: Budget, *, planner: Planner) -> bool:
         return planner.with_budget(budget).propose(risk=MEASURED).binding
     except (BadInputError, InfeasibleBudgetError):
         return True
+
+
+def _told(budget: Budget) -> str:
+    """Its name and the limits that no name spells."""
+    beside = {"step_time": budget.step_time, "host_memory": budget.host_memory_bytes}
+    return " ".join([budget.name, *(f"{key}={value:.10g}" for key, value in beside.items() if value is not None)])
