@@ -53,8 +53,8 @@ PRODUCT_ROWS = ("size_runs.csv", "size_rates.csv")  # runs through the command
 PRODUCT_SIZES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("language", "60m"): ("60m", "60m_qk", "60m_fresh"),
     ("language", "350m"): ("350m_200",),
-    ("vision", "small"): ("vit_small",),
-    ("diffusion", "s2"): ("dit_s2",),
+    ("vision", "small"): ("vit_small", "vit_small_fresh"),
+    ("diffusion", "s2"): ("dit_s2", "dit_s2_fresh"),
 }
 # Label -> recipe. Labels that are not here ran at one rate that is not the best: the table of their day had faded it.
 PRODUCT_LABELS: Mapping[str, dict[str, Any]] = {
@@ -68,8 +68,13 @@ PRODUCT_LABELS: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 # Group -> the label and the multiple of what `chosen_15` ran there. Where it ran at a rate far from Muon's best, as in
 # dit_s2, it says nothing of the recipe.
-PRODUCT_CHOSEN: Mapping[str, tuple[str, float]] = {"60m_fresh": ("qk_m90", 2.0), "vit_small": ("muon8_m90", 1.0)}
-PRODUCT_FRESH = ("60m_fresh",)  # groups on seeds that chose nothing
+PRODUCT_CHOSEN: Mapping[str, tuple[str, float]] = {
+    "60m_fresh": ("qk_m90", 2.0),
+    "vit_small": ("muon8_m90", 1.0),
+    "vit_small_fresh": ("muon8_m90", 1.0),
+    "dit_s2_fresh": ("lean_m90", 8.0),
+}
+PRODUCT_FRESH = ("60m_fresh", "vit_small_fresh", "dit_s2_fresh")  # groups on seeds that chose nothing
 ALIKE_SIZES = 1.01  # sizes less apart are one, measured in two ways
 # Phases of the role study on seeds that chose nothing; but at 25m `queries` came first, and its seeds chose the base's
 # rate and the multiples, too, by `choice`.
