@@ -8,7 +8,9 @@ from baoc.data.splits import HELD_OUT_WORDS, TRAIN_WORDS, visible_files
 from baoc.errors import BadInputError
 
 log = logging.getLogger(__name__)
-IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+IMAGE_SUFFIXES = frozenset(
+    (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

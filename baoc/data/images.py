@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from baoc.data.splits import has_ending
 from baoc.errors import BadInputError
 
 _KEYS = ("images", "labels")
@@ -55,7 +56,7 @@ def read_npz(path: str | Path, *, name: str | None = None) -> ImageSet:
 def _load(path: Path) -> dict[str, NDArray[Any]]:
     if not path.exists():
         raise BadInputError(f"dataset.path={path} does not exist: {_HOW}")
-    if path.suffix != ".npz" or path.is_dir():
+    if not has_ending(path, ".npz") or path.is_dir():
         raise BadInputError(f"dataset.path={path} is not a .npz file: {_HOW}")
     try:
         with zipfile.ZipFile(path) as archive:

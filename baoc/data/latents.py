@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baoc.data.base import MapStyleDataModule, random_split
 from baoc.data.sources import Batch
-from baoc.data.splits import visible_files
+from baoc.data.splits import has_ending, visible_files
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
 
@@ -162,10 +162,11 @@ def read_latents(path: str | Path) -> LatentRows:
 def _list_files(path: Path) -> list[Path]:
     """The files of latents at `path`, sorted by name; names that are numbers are sorted by value."""
     if path.is_file():
-        if path.suffix != ".npy":
+        if not has_ending(path, ".npy"):
             raise BadInputError(f"dataset.path={path} is no .npy file: {_HOW}")
         return [path]
-    files = [file for file in visible_files(path, path.glob("*.npy")) if not file.name.endswith("labels.npy")]
+    files = [file for file in visible_files(path, path.iterdir()) if has_ending(file, ".npy")]
+    files = [file for file in files if not file.name.lower().endswith("labels.npy")]
     if not files:
         raise BadInputError(f"{path} holds no .npy file: {_HOW}")
     return sorted(files, key=lambda file: (len(file.stem) if file.stem.isdigit() else 0, file.stem))

@@ -22,6 +22,15 @@ def visible_files(root: Path, files: Iterable[Path]) -> list[Path]:
     return sorted(file for file in files if not is_hidden(file.relative_to(root)))
 
 
+def files_ending_in(ending: str, root: Path) -> list[Path]:
+    """The visible files anywhere below `root` whose names end in `ending`, in any case, sorted."""
+    return visible_files(root, (file for file in root.rglob("*") if has_ending(file, ending) and file.is_file()))
+
+
+def has_ending(path: Path, ending: str) -> bool:
+    return path.suffix.lower() == ending
+
+
 def split_in_name(name: str) -> str | None:
     """`train`, `validation` or `test`, by a complete word in the name of a file, folder or split; None without one."""
     words_in_name = re.findall(r"[a-z]+", name.lower())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baoc.data.images import check_labels
-from baoc.data.splits import split_in_name, split_in_path, visible_files
+from baoc.data.splits import files_ending_in, split_in_name, split_in_path
 from baoc.errors import BadInputError, first_line
 
 _IMAGE_COLUMNS = ("image", "img", "images", "jpg", "png")
@@ -123,7 +123,7 @@ def image_folders(path: Path) -> list[Path]:
 
 def _list_parquet(path: Path) -> tuple[Path, list[Path]]:
     """Returns (root folder, parquet files) at `path`, a file or a folder."""
-    return (path.parent, [path]) if path.is_file() else (path, visible_files(path, path.rglob("*.parquet")))
+    return (path.parent, [path]) if path.is_file() else (path, files_ending_in(".parquet", path))
 
 
 def load_parquet(path: Path, *, streaming: bool = False) -> Mapping[str, Any]:

@@ -89,6 +89,8 @@ def find_text(path: str | Path, *, pattern: str | None = None, text_column: str 
     if path.is_file():
         if (ending := _ending(path)) in _ARCHIVE_ENDINGS:
             raise BadInputError(f"dataset.path={path} is packed: {_unpack_advice(ending)}; {_HOW}")
+        if path.suffix.lower() in (".csv", ".tsv"):
+            log.warning("%s is read as plain text, columns and all: JSON lines and parquet have a text column", path)
         return TextFiles(name=path.name.split(".")[0] or path.name, files=(path,), text_column=text_column)
     matches = sorted((file.relative_to(path) for file in path.rglob(pattern or "*")), key=lambda file: file.as_posix())
     files = [path / file for file in matches if not is_hidden(file) and (path / file).is_file()]
@@ -229,7 +231,7 @@ def json_lines(file: Path) -> Iterator[tuple[Any, str]]:
                     yield json.loads(line), f"{file}, line {number}"
         except UnicodeDecodeError as error:
             raise _not_utf8(file, error) from error
-        except (json.JSONDecodeError, *_READ_ERRORS) as error:
+        except (ValueError, RecursionError, *_READ_ERRORS) as error:  # RecursionError: a value that is too deep
             where = f"{file}, line {number or getattr(error, 'lineno', 0)}"
             raise BadInputError(f"{where}: no JSON object per line can be read there ({error})") from error
 

@@ -4,6 +4,7 @@ Batches are `{"images": (B, C, S, S) float32, "labels": (B,) int64}`. The scalin
 `vision_sets` reads the images.
 """
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from baoc.data.image_sources import EncodedImages, ImageSource
 from baoc.data.scaling import Scaling, standardise, unit_range
 from baoc.errors import BadInputError
 from baoc.types import ImageDataSpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,11 @@ class VisionDataModule(MapStyleDataModule):
         if images.val is None:
             split = random_split(len(images.train), val_fraction=val_fraction, split_seed=split_seed)
             self.train_rows, self.val_rows = split
+            trained = images.train.labels[self.train_rows]
+            num_unseen = 0 if trained.is_meta or task != "vision" else images.num_classes - len(trained.unique())
+            if num_unseen:
+                said = "%s: %d of %d classes have no training image, as all of theirs are held out"
+                log.warning(said, images.name, num_unseen, images.num_classes)
         self.spec = ImageDataSpec(
             dataset=images.name,
             image_size=images.train.image_size,

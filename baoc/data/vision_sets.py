@@ -16,7 +16,7 @@ from baoc.data.folder import find_split_folders, list_images
 from baoc.data.idx import SPLIT_PREFIXES, read_fashion_mnist
 from baoc.data.image_sources import MAX_DEFAULT_SIDE, FileItems, MemoryImages, image_source
 from baoc.data.images import ImageSet, read_digits, read_npz
-from baoc.data.splits import visible_files
+from baoc.data.splits import files_ending_in, has_ending
 from baoc.data.tables import (
     Columns,
     TableItems,
@@ -100,7 +100,7 @@ def build_images(
     place = None if path is None else Path(path).expanduser()
     if place is not None and not place.exists():
         raise BadInputError(f"dataset.path={path} does not exist: it must be {_KINDS}")
-    is_table = place is None or place.suffix == ".parquet" or bool(visible_files(place, place.rglob("*.parquet")))
+    is_table = place is None or has_ending(place, ".parquet") or bool(files_ending_in(".parquet", place))
     streaming = place is None if streaming is None else streaming
     if streaming and not is_table:
         raise BadInputError(
@@ -142,7 +142,7 @@ def _images_from_arrays(images: ImageSet, *, augment: str = "none") -> LabelledI
 
 def _images_from_files(path: Path, *, augment: Augment, image_size: int | None) -> LabelledImages:
     """Images of a .npz, or of a folder with one folder per class."""
-    if path.suffix == ".npz":
+    if has_ending(path, ".npz"):
         return _images_from_arrays(read_npz(path), augment=augment)
     if not path.is_dir():
         raise BadInputError(f"dataset.path={path} holds no labelled images: it must be {_KINDS}")

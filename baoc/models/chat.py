@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from baoc.errors import BadInputError, first_line
 
 ANSWER_ROLE = "assistant"  # the role whose messages are learned
-_SHAREGPT_ROLES = {"human": "user", "gpt": ANSWER_ROLE}
+_SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), ANSWER_ROLE)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ class ChatTokenizer:
         """A sample with `messages` or `conversations`, with `prompt` and `completion`, or with `instruction` and
         `output`. Raises BadInputError, which names `where`."""
         if (messages := _messages_in(sample)) is not None:
-            return self._of_messages(messages, where=where)
+            turns = [*_earlier_turns(sample), *messages] if isinstance(messages, list) and messages else messages
+            return self._of_messages(turns, tools=sample.get("tools"), where=where)
         has_both = "prompt" in sample and "completion" in sample
         names = ("prompt", "completion") if has_both else ("instruction", "output")  # the latter is Alpaca's form
         if not all(name in sample for name in names):
@@ -59,15 +62,17 @@ class ChatTokenizer:
         prompt, completion = texts[names[0]], texts[names[1]]
         if more := texts.get("input"):
             prompt = "\n\n".join(filter(None, [prompt, more]))
-        if self._library.chat_template:
-            turns = [{"role": "user", "content": prompt}, {"role": ANSWER_ROLE, "content": completion}]
+        earlier = _earlier_turns(sample)
+        if self._library.chat_template or earlier:
+            turns = [*earlier, {"role": "user", "content": prompt}, {"role": ANSWER_ROLE, "content": completion}]
             return self._of_messages(turns, where=where)
         question, answer = self._ids(prompt), self._ids(completion)
         end = [] if self._library.eos_token_id is None else [self._library.eos_token_id]
         mask = [False] * len(question) + [True] * (len(answer) + len(end))
         return Conversation(tokens=[*question, *answer, *end], answer_mask=mask, num_bytes=len(completion.encode()))
 
-    def _of_messages(self, messages: Any, *, where: str) -> Conversation:
+    def _of_messages(self, messages: Any, *, where: str, tools: Any = None) -> Conversation:
+        """`tools`: definitions of functions, which the template writes; of ShareGPT's, a text, it can make nothing."""
         if not self._library.chat_template:
             raise BadInputError(
                 f"dataset.tokenizer={self._name} has no chat template, and {where} has messages: give a tokenizer with "
@@ -83,25 +88,29 @@ class ChatTokenizer:
                     f"{where}: the `content` of message {number} must be text, not {message['content']!r} (JSON's null "
                     "is None); a message without text needs `tool_calls`"
                 )
-        if not any(message["role"] == ANSWER_ROLE for message in turns):
+        roles = dict.fromkeys(str(message["role"]) for message in turns)
+        if ANSWER_ROLE not in roles:
             raise BadInputError(
-                f"{where} has no message of the role {ANSWER_ROLE}, so there is nothing to learn from it"
+                f"{where} has no message of the role {ANSWER_ROLE}, but of {', '.join(roles)}, so there is nothing to "
+                "learn from it"
             )
-        tokens = self._ids(self._rendered(turns, where=where))
+        rendered = partial(self._rendered, where=where, tools=tools if isinstance(tools, list) else None)
+        learned = [m["role"] == ANSWER_ROLE and m.get("weight") != 0 for m in turns]  # OpenAI's weight: 0 or 1
+        tokens = self._ids(rendered(turns))
         mask = [False] * len(tokens)
-        for index, message in enumerate(turns):
-            if message["role"] != ANSWER_ROLE:
-                continue
-            before = self._ids(self._rendered(turns[:index], where=where, prompt=True)) if index else []
-            after = self._ids(self._rendered(turns[: index + 1], where=where))
+        for index in compress(range(len(turns)), learned):
+            before = self._ids(rendered(turns[:index], prompt=True)) if index else []
+            after = self._ids(rendered(turns[: index + 1]))
             for position in range(_common_prefix(tokens, before), _common_prefix(tokens, after)):
                 mask[position] = True
-        num_bytes = sum(len(str(m["content"]).encode()) for m in turns if m["role"] == ANSWER_ROLE)
+        num_bytes = sum(len(str(m["content"]).encode()) for m in compress(turns, learned))
         return Conversation(tokens=tokens, answer_mask=mask, num_bytes=num_bytes)
 
-    def _rendered(self, messages: Any, *, where: str, prompt: bool = False) -> str:
+    def _rendered(self, messages: Any, *, where: str, tools: Any, prompt: bool = False) -> str:
         try:
-            return self._library.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+            return self._library.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
         except Exception as error:  # jinja passes on whatever the template raises
             raise BadInputError(
                 f"{where} does not suit the chat template of {self._name} ({first_line(error)})"
@@ -122,11 +131,22 @@ def _messages_in(sample: Mapping[str, Any]) -> Any:
     if not isinstance(turns, list):
         return turns
     return [
-        {"role": _SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
+        {"role": _SHAREGPT_ROLES.get(str(turn["from"]).lower(), turn["from"]), "content": turn.get("value")}
         if isinstance(turn, Mapping) and "from" in turn
         else turn
         for turn in turns
     ]
+
+
+def _earlier_turns(sample: Mapping[str, Any]) -> list[Any]:
+    """What a sample says outside of its turns: `system` (Anthropic, ShareGPT), and the pairs of Alpaca's `history`."""
+    system, history = sample.get("system"), sample.get("history")
+    turns: list[Any] = [{"role": "system", "content": system}] if system else []
+    for pair in history if isinstance(history, list) else ():
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        roles = zip(("user", ANSWER_ROLE), pair, strict=True) if is_pair else ()
+        turns += [{"role": role, "content": text} for role, text in roles] if is_pair else [pair]
+    return turns
 
 
 def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

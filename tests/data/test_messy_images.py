@@ -135,6 +135,37 @@ def test_of_several_frames_the_first_is_read_and_said(
     assert first[0] > 200 > 50 > first[1], "red"
 
 
+@pytest.mark.parametrize("ending", [".JPG", ".Jfif", ".jpe", ".avif", ".TIFF"])
+def test_endings_of_images_count_in_any_case(tmp_path: Path, ending: str) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            kind = {".Jfif": "jpeg", ".jpe": "jpeg"}.get(ending)
+            picture().save(tmp_path / name / f"{number}{ending}", kind)
+    assert images(tmp_path).spec.num_train == 3
+
+
+def test_endings_of_arrays_and_tables_count_in_any_case(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with (tmp_path / "x.NPZ").open("wb") as stream:
+        np.savez(stream, images=rng.integers(0, 255, (6, 8, 8), dtype=np.uint8), labels=np.arange(6) % 2)
+    with (tmp_path / "x.NPY").open("wb") as stream:
+        np.save(stream, rng.normal(size=(6, 4, 8, 8)).astype(np.float16))
+    rows = [{"image": {"bytes": encoded(picture()), "path": None}, "label": label % 2} for label in range(6)]
+    write_parquet(tmp_path / "tables" / "x.PARQUET", rows=rows)
+    (tmp_path / "tables" / "old.parquet").mkdir()
+    for path in (tmp_path / "x.NPZ", tmp_path / "tables", tmp_path / "tables" / "x.PARQUET"):
+        assert images(path).spec.num_classes == 2
+    for path in (tmp_path, tmp_path / "x.NPY"):
+        assert build_data("latents", task="diffusion", batch_size=2, path=str(path)).spec.num_train == 5
+
+
+def test_classes_of_which_all_images_are_held_out_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_folder(tmp_path, classes=("a", "b"), count=1)
+    build_data("images", task="vision", batch_size=1, path=str(tmp_path))
+    assert "1 of 2 classes have no training image, as all of theirs are held out" in caplog.text
+
+
 def test_validation_images_without_classes_are_refused(tmp_path: Path) -> None:
     """Beside two classes of training images; each of them would be of the first."""
     write_folder(tmp_path / "train", size=(8, 8))

@@ -258,6 +258,12 @@ def test_texts_in_another_encoding_or_archive_are_refused_with_the_way_to_conver
         joined(find_text(tmp_path).chunks())
 
 
+def test_a_table_that_is_read_as_text_is_told(tmp_path, caplog):
+    (tmp_path / "a.CSV").write_text("text,label\n" + "word word,1\n" * 200)
+    assert data(tmp_path / "a.CSV").spec.num_train > 0
+    assert "a.CSV is read as plain text, columns and all: JSON lines and parquet have a text column" in caplog.text
+
+
 @pytest.mark.parametrize("ending", [".tar.gz", ".tgz", ".zip", ".txt.zst"])
 def test_an_archive_is_not_read_as_text(tmp_path, ending):
     file = tmp_path / f"corpus{ending}"

@@ -16,7 +16,7 @@ from baoc.models.hf import ImageClassifier, MaskedLM
 from baoc.models.llama import CausalLM
 from baoc.tasks import build_task
 from baoc.types import IGNORE_INDEX, ImageDataSpec, TextDataSpec
-from tests.support.stored import save_bert, save_llama, save_tokenizer, save_vit
+from tests.support.stored import TEMPLATE, save_bert, save_llama, save_tokenizer, save_vit
 
 TEXT = TextDataSpec(dataset="x", vocab_size=261, sequence_length=16, num_train=9, num_val=9, mask_token=1)
 SHORT = ["trainer.max_steps=2", "budget=state_25", "trainer.enable_progress_bar=false", "batch_size=4", "device=cpu"]
@@ -125,6 +125,35 @@ def test_every_usual_form_of_a_conversation_is_read_alike(sample, stored):
     assert library.encode(sample, where="line 1") == library.encode({"messages": CHAT}, where="line 1")
 
 
+BEFORE = [{"role": "system", "content": "b"}, {"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]
+
+
+@pytest.mark.parametrize(
+    ("sample", "turns"),
+    [
+        ({"system": "b", "messages": CHAT}, [*BEFORE[:1], *CHAT]),
+        ({"system": "b", "conversations": [{"from": "Human", "value": "ab"}, {"from": "chatgpt", "value": "cde"}]},
+         [*BEFORE[:1], *CHAT]),
+        ({"system": "b", "history": [["d", "e"]], "instruction": "ab", "output": "cde"}, [*BEFORE, *CHAT]),
+        ({"system": "", "history": [], "instruction": "ab", "output": "cde"}, CHAT),
+        ({"messages": [*BEFORE, *CHAT], "tools": "[]"}, [*BEFORE, *CHAT]),
+    ],
+    ids=["Anthropic", "ShareGPT", "Alpaca", "empty", "tools as text"],
+)  # fmt: skip
+def test_what_stands_beside_the_turns_comes_before_them(sample, turns, stored):
+    library = ChatTokenizer(str(stored / "llama"))
+    assert library.encode(sample, where="line 1") == library.encode({"messages": turns}, where="line 1")
+
+
+def test_an_answer_of_no_weight_is_not_learned_and_the_template_is_given_tools(tmp_path):
+    template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}" + TEMPLATE
+    library = ChatTokenizer(str(save_tokenizer(tmp_path, template=template)))
+    light = [CHAT[0], {**CHAT[1], "weight": 0}, CHAT[0], {**CHAT[1], "weight": 1}]
+    one = library.encode({"messages": light, "tools": [{"name": "f"}]}, where="line 1")
+    assert list(one.answer_mask) == [False] * (1 + 9 + 5) + [True] * 4 and one.num_bytes == 3
+    assert words_of(one, tmp_path)[:2] == ["f", "<user>"]
+
+
 def test_without_a_template_prompt_and_completion_are_joined(tmp_path):
     library = ChatTokenizer(str(save_tokenizer(tmp_path, template=None)))
     one = library.encode({"prompt": "ab", "completion": "c"}, where="line 1")
@@ -132,6 +161,8 @@ def test_without_a_template_prompt_and_completion_are_joined(tmp_path):
     assert list(one.answer_mask) == [False, False, True, True]
     with pytest.raises(BadInputError, match="has no chat template, and line 1 has messages"):
         library.encode({"messages": CHAT}, where="line 1")
+    with pytest.raises(BadInputError, match="has no chat template, and line 1 has messages"):
+        library.encode({"system": "b", "prompt": "ab", "completion": "c"}, where="line 1")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +183,10 @@ def test_without_a_template_prompt_and_completion_are_joined(tmp_path):
         ('{"instruction": "a", "input": {"b": 1}, "output": "a"}', "`input` must be text, not {'b': 1}"),
         ('{"instruction": "a", "input": [], "output": "a"}', r"`input` must be text, not \[\]"),
         ('{"messages": "a"}', "`messages` must be a list of"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "has no message of the role assistant"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "has no message of the role assistant, but of user, so"),
+        ('{"instruction": "a", "output": "b", "history": ["q"]}', "`messages` must be a list of"),
+        ('{"n": ' + "9" * 5000 + "}", "bad.jsonl, line 2: no JSON object per line .* .Exceeds the limit"),
+        ("[" * 100_000, "bad.jsonl, line 2: no JSON object per line .* .maximum recursion depth"),
         ('{"messages": [{"role": "assistant", "content": null}]}', "the `content` of message 0 must be text, not None"),
         ('{"messages": [{"role": "assistant", "content": 5}]}', "the `content` of message 0 must be text, not 5"),
     ],
