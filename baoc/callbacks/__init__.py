@@ -1,4 +1,4 @@
-"""Lightning callbacks that do not depend on a plan: measurements, checkpoints, progress, signals, divergence.
+"""Lightning callbacks: measurements, checkpoints, progress, signals, divergence, changes of the budget.
 
 Order in `Trainer(callbacks=)`: RngState, StepVote, StepMonitor, MemoryMonitor, the rest, progress bar. Lightning moves
 SafeCheckpoint to the end.

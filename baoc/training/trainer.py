@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.loggers import Logger
 
+from baoc.callbacks.budget_control import BudgetControl
 from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.callbacks.generators import RngState
 from baoc.callbacks.loss_guard import LossGuard
@@ -38,7 +39,6 @@ from baoc.tasks.base import Task
 from baoc.tracking.checkpoints import REMEDY
 from baoc.tracking.console import say
 from baoc.tracking.loggers import log_plan
-from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocDDPStrategy, BaocStrategy, BudgetedStrategy
 from baoc.training.plan_files import Recorder
 from baoc.training.session import SessionSettings

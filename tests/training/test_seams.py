@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from baoc.callbacks.budget_control import BudgetControl
 from baoc.core.budgets import parse_budget
 from baoc.planning.microbatch import Axes, no_option_fits
 from baoc.planning.planner import Planner, PlannerSettings
@@ -16,7 +17,6 @@ from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSched
 from baoc.planning.reallocation.migration_cost import migration_peak
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
-from baoc.training.budget_control import BudgetControl
 from baoc.training.lightning import BaocStrategy
 from baoc.training.measure.microbatch_search import MicroBatchSearch
 from baoc.training.measure.probe import Probe

@@ -1,6 +1,6 @@
 """The budget of a run at each step: by schedule, or by the request of a file.
 
-`BudgetSchedule` maps a step to a Budget and its reason. `training.budget_control` applies it.
+`BudgetSchedule` maps a step to a Budget and its reason. `callbacks.budget_control` applies it.
 """
 
 from collections.abc import Sequence
