@@ -104,13 +104,34 @@ def to_groups(params: Any, *, existing: Sequence[Mapping[str, Any]] = ()) -> lis
     taken names. A tensor that is listed twice counts once. Raises BadInputError if its two groups disagree, if a name
     repeats, or if there is no parameter.
     """
-    settings_of: dict[Tensor, tuple[str, dict[str, Any]]] = {}
+    settings_of: dict[Tensor, tuple[str, dict[str, Any]]] = {}  # parameter -> its name and its group's settings
     taken = {name for group in existing for name in group["param_names"]}
-    first = len(taken)
-    groups = [
-        _group(group, settings_of=settings_of, taken=taken, first=first, index=index)
-        for index, group in enumerate(raw_groups(params), start=len(existing))
-    ]
+    first, groups = len(taken), []
+    for index, raw in enumerate(raw_groups(params), start=len(existing)):
+        settings = {key: to_plain(value) for key, value in raw.items() if key not in ("params", "param_names")}
+        groups.append({**settings, "params": [], "param_names": []})
+        for name, param in members_of(raw, index=index):
+            if name is None and isinstance(param, Tensor) and param in settings_of:
+                name = settings_of[param][0]
+            number = first + len(settings_of)
+            while name is None and f"param{number}" in taken:
+                number += 1
+            name = f"param{number}" if name is None else name
+            taken.add(name)
+            check_param(param, name=name)
+            if param in settings_of:
+                other_name, other_settings = settings_of[param]
+                if settings != other_settings:
+                    raise BadInputError(
+                        f"{name} and {other_name} are one tied parameter in two groups with different settings "
+                        f"({settings} and {other_settings}): list it in one group, or give both the same settings"
+                    )
+                if name != other_name:
+                    log.info("%s is tied to %s: one state, one update", name, other_name)
+                continue
+            settings_of[param] = (name, settings)
+            groups[-1]["params"].append(param)
+            groups[-1]["param_names"].append(name)
     if not settings_of:
         raise BadInputError(f"the optimizer got no parameters: {_ALLOWED}")
     check_names(
@@ -136,43 +157,6 @@ def check_names(entries: Iterable[tuple[int, str, Tensor]]) -> None:
 def is_placeholder_name(name: str) -> bool:
     """True for the names that unnamed parameters get."""
     return name.startswith("param") and name.removeprefix("param").isdecimal()
-
-
-def _group(
-    raw: Mapping[str, Any],
-    *,
-    settings_of: dict[Tensor, tuple[str, dict[str, Any]]],
-    taken: set[str],
-    first: int,
-    index: int,
-) -> dict[str, Any]:
-    """One group in plain types. Adds its parameters to `settings_of` (parameter -> name and settings, of all groups so
-    far) and its names to `taken`. Unnamed parameters are numbered over all groups from `first` on."""
-    settings = {key: to_plain(value) for key, value in raw.items() if key not in ("params", "param_names")}
-    params, names = [], []
-    for name, param in members_of(raw, index=index):
-        if name is None and isinstance(param, Tensor) and param in settings_of:
-            name = settings_of[param][0]
-        number = first + len(settings_of)
-        while name is None and f"param{number}" in taken:
-            number += 1
-        name = f"param{number}" if name is None else name
-        taken.add(name)
-        check_param(param, name=name)
-        if param in settings_of:
-            other_name, other_settings = settings_of[param]
-            if settings != other_settings:
-                raise BadInputError(
-                    f"{name} and {other_name} are one tied parameter in two groups with different settings ({settings} "
-                    f"and {other_settings}): list it in one group, or give both the same settings"
-                )
-            if name != other_name:
-                log.info("%s is tied to %s: one state, one update", name, other_name)
-            continue
-        settings_of[param] = (name, settings)
-        params.append(param)
-        names.append(name)
-    return {**settings, "params": params, "param_names": names}
 
 
 def check_tensor(param: Any, *, name: str) -> None:

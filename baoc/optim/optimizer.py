@@ -13,6 +13,7 @@ It decides nothing about specs: they are given when it is built, and changed by 
 `baoc.optim.backward`.
 """
 
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from baoc.core.recipes import Tuning
 from baoc.errors import BadInputError, InfeasibleBudgetError, unknown_name
-from baoc.optim import checkpoint, groups, loading, masters, matching, seeding
+from baoc.optim import checkpoint, groups, loading, matching, seeding, weights
 from baoc.optim import migrate as migration
 from baoc.optim.backends import BACKENDS, Options, StepInputs, StepUnit
 from baoc.optim.backward import (
@@ -38,11 +39,11 @@ from baoc.optim.backward import (
     detach_other_releases,
     release_settings,
 )
-from baoc.optim.load_watch import watch_loads
 from baoc.optim.nonfinite import NonFiniteFilter
 from baoc.optim.registry import BlockRegistry, check_new_blocks
+from baoc.optim.shards import local_shard, shard_of, unsharded
 from baoc.optim.state import FIRST_BETAS, LiveBlock, LiveState, LiveStates, betas_of, with_own_storage
-from baoc.optim.wrappers import watch_averages
+from baoc.optim.wrappers import watch_averages, watch_loads
 from baoc.parallel import ranks
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec, ParamInfo
 
@@ -201,9 +202,20 @@ class BlockwiseOptimizer(Optimizer):
         self._unseeded = any(live.unseeded for live in self.registry.live.values())
 
     def warn_of_stalling(self, names: Iterable[str]) -> None:
-        """Warns once per block that 16-bit weights without correction lose small updates."""
-        new = [self.registry.live[name] for name in names if name not in self._stalling_blocks]
-        self._stalling_blocks.update(masters.warn_of_stalling(new))
+        """Warns once per block whose weights have 16 bits and are rounded to nearest."""
+        lives = [self.registry.live[name] for name in names if name not in self._stalling_blocks]
+        uncorrected = [live for live in lives if live.spec.weights in ("native", "bf16")]
+        dtypes = weights.SIXTEEN_BIT_DTYPES
+        new = [live.block.name for live in uncorrected if any(slot.param.dtype in dtypes for slot in live.slots)]
+        if new:
+            self._stalling_blocks.update(new)
+            warnings.warn(
+                "16-bit weights without correction lose every update below 1/512 of a weight, so at a low learning "
+                f"rate they stand still. Block(s): {', '.join(new)}. Keep weights in fp32 (precision=bf16-mixed), or "
+                "give the blocks specs with corrected weights, such as adamw+split8",
+                UserWarning,
+                stacklevel=3,
+            )
 
     # -- stepping -------------------------------------------------------------------------------------------------
 
@@ -538,8 +550,21 @@ class BlockwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def export_weights(self) -> dict[str, Tensor]:
-        """Name -> fp32 copy on the CPU of every parameter, corrections added: what a model without BAOC loads."""
-        return masters.export(self.registry, param_groups=self.param_groups)
+        """Name -> fp32 copy on the CPU of every parameter, corrections added: what a model without BAOC loads. Sharded
+        ones are gathered on all ranks."""
+
+        def copy(master: Tensor) -> Tensor:
+            return master.detach().to("cpu", torch.float32, copy=True)
+
+        self.registry.drop_stale_corrections()
+        values: dict[Tensor, Tensor] = {}
+        for live in self.registry.live.values():
+            with self.registry.states_on_device(live, write_back=False):
+                for slot in live.slots:
+                    master = weights.master(slot.param, self.registry.state[slot.param])
+                    values[slot.group_param] = copy(master if slot.shard is None else slot.shard.all_gather(master))
+        params = groups.named_params(self.param_groups).items()
+        return {name: values[param] if param in values else copy(unsharded(param)) for name, (param, _) in params}
 
     @torch.no_grad()
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
@@ -547,7 +572,27 @@ class BlockwiseOptimizer(Optimizer):
 
         Raises BadInputError for an unknown name or another shape, with nothing changed.
         """
-        masters.load(values, registry=self.registry, param_groups=self.param_groups)
+        params, registry = groups.named_params(self.param_groups), self.registry
+        for name, value in values.items():
+            if name not in params:
+                raise unknown_name(name, what="parameter", allowed=params)
+            if value.shape != (shape := tuple(params[name][0].shape)):
+                raise BadInputError(f"{name} has shape {shape}, the given weights have {tuple(value.shape)}")
+        slots = {slot.group_param: (live, slot) for live in registry.live.values() for slot in live.slots}
+        for name, value in values.items():
+            param = params[name][0]
+            live, slot = slots.get(param, (None, None))
+            if (shard := shard_of(param)) is not None:
+                value = shard.local_part(value, shape=local_shard(param).shape)
+            if live is None or slot is None or slot.weights == "native":
+                (local_shard(param) if slot is None else slot.param).copy_(value)
+                continue
+            with registry.states_on_device(live):
+                weights.store_in_pieces_(
+                    slot.param, registry.state[slot.param], value.to(torch.float32), weights=slot.weights, name=name
+                )
+            if slot.weight_checksum is not None:
+                slot.weight_checksum = weights.checksum(slot.param)
 
     # -- copies ---------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.core.catalogue import STORAGES
+from baoc.core.catalogue import STORAGES, WEIGHTS
 from baoc.core.recipes import BlockTuning, Tuning
 from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
@@ -561,6 +561,12 @@ class BlockRegistry:
         """Waits until all states are where they are kept. To be called before anybody reads them."""
         for pipeline in self._pipelines or ():
             pipeline.synchronize()
+
+    def synchronized_states(self) -> Mapping[Tensor, State]:
+        """Parameter -> its state where it is kept. Waits for corrections that are being copied to the host."""
+        if any(live.on_host and WEIGHTS[live.spec.weights].correction_bytes for live in self.live.values()):
+            self.synchronize()
+        return self.state
 
     @contextmanager
     def states_on_device(self, live: LiveBlock, *, write_back: bool = True) -> Iterator[None]:

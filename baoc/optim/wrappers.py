@@ -1,5 +1,5 @@
 """Refuses wrappers that conflict with the optimizer: other sharding than `fully_shard`, hooks on gradients whose type
-would change, and averages of weights that would be kept in 16 bits.
+would change, and averages of weights that would be kept in 16 bits; notices a module that loads weights in mid-run.
 
 Wrappers do not announce themselves, so each is searched for. The messages are in `baoc.parallel.REFUSED`.
 """
@@ -23,7 +23,7 @@ from baoc.errors import BadInputError
 from baoc.optim import weights
 from baoc.optim.shards import is_sharded, local_shard
 from baoc.optim.state import LiveBlock
-from baoc.parallel import refusal
+from baoc.parallel import refusal, unwrapped
 
 _MAX_FRAMES = 8  # up to the caller that builds the optimizer: constructors of subclasses are between
 _MARK = "baoc: whether this node is kept"
@@ -139,6 +139,32 @@ def _averaged_networks() -> list[nn.Module]:
 def watch_averages(optimizer: Any) -> None:
     """Refuses AveragedModels of 16-bit weights when they are built, as long as `optimizer` lives."""
     _watched.add(optimizer)
+
+
+def watch_loads(module: nn.Module, registry: Any) -> None:
+    """Makes a `BlockRegistry` take checksums of its split weights before `module`, or a submodule, loads others.
+
+    Their corrections are then void, and an optimizer cannot see that by itself: `load_state_dict` copies into the
+    parameters, as a user's constraint on them does, after which corrections are still good.
+    """
+    for submodule in unwrapped(module).modules():
+        if not isinstance(submodule, torch.jit.ScriptModule) and submodule._parameters:  # which take no hooks
+            submodule.register_load_state_dict_pre_hook(_BeforeLoad(registry))
+
+
+class _BeforeLoad:
+    """The hook. It does not keep the optimizer alive, and copies and pickles of the module leave it out, so that a
+    pickled model is read where baoc is not installed."""
+
+    def __init__(self, registry: Any):
+        self._registry = weakref.ref(registry)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if (registry := self._registry()) is not None:
+            registry.checksum_weights()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ("", "format")  # takes any arguments and does nothing
 
 
 def _on_registration(module: nn.Module, name: str, child: nn.Module | None) -> None:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
-from baoc.optim.masters import synchronized_states
 from baoc.optim.shards import Shard, is_sharded, local_shard, reshard, shard_of, unsharded_on_rank_0
 from baoc.optim.weights import CORRECTION, SIXTEEN_BIT_DTYPES, master
 from baoc.parallel import refusal
@@ -104,7 +103,7 @@ class EmaWeights(L.Callback):
         self.num_updates += 1
         states = {} if optimizer is None else optimizer.state
         if isinstance(optimizer, BlockwiseOptimizer):  # `optimizer.state` would not have states on the host
-            states = synchronized_states(optimizer.registry)
+            states = optimizer.registry.synchronized_states()
         fp32_weights: list[Tensor] = []
         their_averages: list[Tensor] = []
         for name, parameter in module.named_parameters():

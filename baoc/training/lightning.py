@@ -26,8 +26,8 @@ from baoc.core.budgets import AUTO, PRESETS, parse_budget, resolve_auto
 from baoc.errors import BadInputError, CheckpointError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import detach_other_releases
-from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm_up_communicator
+from baoc.optim.wrappers import watch_loads
 from baoc.parallel import (
     SINGLE_PROCESS,
     Ranks,

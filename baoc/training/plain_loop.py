@@ -30,9 +30,8 @@ from baoc.optim.groups import (
     raw_groups,
     to_plain,
 )
-from baoc.optim.load_watch import watch_loads
 from baoc.optim.shards import is_sharded, warm_up_communicator
-from baoc.optim.wrappers import has_averaged_copy, live_instances
+from baoc.optim.wrappers import has_averaged_copy, live_instances, watch_loads
 from baoc.parallel import SINGLE_PROCESS, Ranks, check_same_on_ranks, ranks, refuse_several_processes, unwrapped
 from baoc.profiling import cap_device, describe, free_bytes
 from baoc.profiling.bf16_params import cast_to_bf16

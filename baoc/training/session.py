@@ -268,8 +268,7 @@ class Session:
         """Returns the refusal with a least budget that was planned for, by `replan` under larger budgets.
 
         With a `key` it is kept for later processes. What an earlier one named is named again if it is enough still, for
-        the same step.
-        Afterwards `plan` and `planner` belong to one of these budgets and must not be used.
+        the same step. Afterwards `plan` and `planner` belong to one of these budgets and must not be used.
         """
         budget, least = self.budget, None
         known = self._load_least(key)

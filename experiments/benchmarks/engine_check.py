@@ -104,8 +104,7 @@ def graphs_of(optimizer: BlockwiseOptimizer) -> list[object]:
     return [
         graph
         for backend in optimizer.registry.step_unit().self_excluding
-        for unit in backend.units  # pyright: ignore[reportAttributeAccessIssue]
-        for graph in unit.engine.graphs._graphs.values()
+        for graph in backend.engine.graphs._graphs.values()  # pyright: ignore[reportAttributeAccessIssue]
         if graph is not None
     ]
 

@@ -74,15 +74,15 @@ def step_us(
 
 def replay_us(optimizer: BlockwiseOptimizer) -> float:
     """Median microseconds of the driver's part: replaying a step's graph."""
-    (unit,) = optimizer.registry.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
-    graph = next(iter(unit.engine.graphs._graphs.values()))
+    engine = optimizer.registry.backends[0].engine  # pyright: ignore[reportAttributeAccessIssue]
+    graph = next(iter(engine.graphs._graphs.values()))
     times = []
     for _ in range(STEPS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         graph.replay()
         times.append(time.perf_counter() - begin)
-    unit.engine._upload.sending = True  # the device has counted uploads of which the host knows nothing
+    engine._upload.sending = True  # the device has counted uploads of which the host knows nothing
     return median(times) * 1e6
 
 

@@ -46,7 +46,7 @@ def test_a_step_is_read_in_six_files(spec: str, monkeypatch: pytest.MonkeyPatch)
     gradients = Gradients(params)
     run_steps(optimizer, params, gradients=gradients, steps=2)
     monkeypatch.setattr(engine.Graphs, "run", lambda *_, **__: None)
-    monkeypatch.setattr(optimizer.registry.backends[0].units[0].engine.graphs, "on", True)
+    monkeypatch.setattr(optimizer.registry.backends[0].engine.graphs, "on", True)
     gradients.give(params)
     with entered() as found:
         optimizer.step()
@@ -91,7 +91,7 @@ def test_a_mixed_plan_with_blocks_of_many_tensors() -> None:
     pair = Pair({"first": "rmsprop", "second": "rmsprop", "third": "signum_int8"}, blocks=blocks)
     pair.run(4)
     pair.check()
-    engine = pair.fused.registry.backends[0].units[0].engine
+    engine = pair.fused.registry.backends[0].engine
     assert len(engine.tables) == 2 and len(engine.matches) == 3
 
 

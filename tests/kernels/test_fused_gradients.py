@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from baoc.errors import BadInputError, TrainingFailedError
 from baoc.optim import BeforeStep
 from baoc.optim.backends import choose_backend
+from baoc.optim.backends.fused import FusedBackend
 from tests.support.fused_pair import MIXED, SMALL, Pair, dump, poison
 from tests.support.optimizing import build, make_params
 
@@ -207,7 +208,8 @@ def test_a_parameter_that_moved_is_noticed() -> None:
             params[name].data = params[name].data.clone()
     pair.run(3)
     pair.check()
-    assert pair.fused.registry.backends[0].units, "an engine was made for where they are now"
+    (backend,) = pair.fused.registry.backends
+    assert isinstance(backend, FusedBackend) and backend.engine is not None, "one was made for where they are now"
 
 
 def test_a_backend_that_is_not_asked_for_is_not_taken() -> None:

@@ -200,9 +200,9 @@ def stepped(pair: Steps) -> tuple[Engine, FusedTable]:
     """The engine after a first step, and its table of matrices."""
     pair.give()
     pair.step()
-    (unit,) = pair.fused.registry.backends[0].units  # pyright: ignore[reportAttributeAccessIssue]
-    (table,) = [table for table in unit.engine.tables if table.kind.rule == "muon"]
-    return unit.engine, table
+    engine = pair.fused.registry.backends[0].engine  # pyright: ignore[reportAttributeAccessIssue]
+    (table,) = [table for table in engine.tables if table.kind.rule == "muon"]
+    return engine, table
 
 
 @interpreted

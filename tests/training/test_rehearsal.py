@@ -47,8 +47,7 @@ class Net(L.LightningModule):
 def rehearsed(net: Net, **changes: Any) -> float:
     given = {"accumulation": 1, "max_s": 60.0, "clip": (1.0, "norm")} | changes
     loss = given.pop("loss", lambda batch: net.training_step(batch, 0))
-    params = list(net.parameters())
-    return rehearse(loss, batch=torch.ones(2, 4), module=net, params=params, device=torch.device("cpu"), **given)
+    return rehearse(loss, batch=torch.ones(2, 4), module=net, **given)
 
 
 def test_a_rehearsal_runs_whole_steps_and_leaves_nothing(capfd: pytest.CaptureFixture[str]):

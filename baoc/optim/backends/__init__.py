@@ -104,7 +104,7 @@ def build_backends(
     for backend, build in BACKENDS.items():
         own = [live for live in blocks if choices[live.block.name].backend == backend and not live.on_host]
         if own:
-            backends.append(build(own, state=state))
+            backends += build.for_blocks(own, state=state)
     refused = {f"{block} ({choice.refused})" for block, choice in choices.items() if choice.refused}
     if refused and name != "auto":
         log.warning("stepped by the eager backend: %s", ", ".join(sorted(refused)))

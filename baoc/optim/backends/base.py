@@ -31,7 +31,7 @@ class Backend:
     """Steps its blocks.
 
     State layout and codecs are the same for all backends, so any of them may make the next step. Everything else that a
-    backend keeps, such as addresses, is made at its first step and left out of copies and pickles.
+    backend keeps, such as addresses, is made at its first step.
     """
 
     name = ""
@@ -42,6 +42,11 @@ class Backend:
         """`state`: the optimizer's own, parameter -> its tensors."""
         self.blocks = list(blocks)
         self.state = state
+
+    @classmethod
+    def for_blocks(cls, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State]) -> "list[Backend]":
+        """The backends that step these blocks."""
+        return [cls(blocks, state=state)]
 
     @staticmethod
     def require() -> None:

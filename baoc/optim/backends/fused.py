@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from itertools import compress
-from typing import Any
+from itertools import chain, compress
 
 import torch
 from torch import Tensor
@@ -100,7 +99,7 @@ def _all_have_rows(shard: Shard) -> bool:
 
 
 class FusedBackend(Backend):
-    """Blocks on NVIDIA GPUs (and on the CPU if Triton interprets), one engine per device.
+    """Parameters on one NVIDIA GPU (or on the CPU if Triton interprets), which one engine steps.
 
     Non-finite elements are left out by the kernels and counted on the device; `new_nonfinite` reads the counts as they
     arrive.
@@ -109,10 +108,25 @@ class FusedBackend(Backend):
     name = "fused"
     excludes_nonfinite = True
 
-    def __init__(self, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State]):
+    def __init__(
+        self, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], device: torch.device | None = None
+    ):
+        """`device`: steps the parameters there. None: all, which are on one device."""
         super().__init__(blocks, state=state)
         self._sums = _SumsOverRanks(self.blocks)
-        self._units: list[_Unit] | None = None
+        self._device = device
+        self._engine: Engine | None = None
+        self._params: list[Tensor] = []  # in the order of the engine's tables, as all lists are
+        self._mark_of: TensorWeakRef | None = None  # one of the gradients whose non-finite elements were marked
+        self._next_compared = 0  # index of the next parameter whose address is compared
+        self._stepped_cache: tuple[int, list[Tensor]] = (-1, [])  # `gradients.num_changes`, and what it stepped then
+
+    @classmethod
+    def for_blocks(cls, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State]) -> list[Backend]:
+        devices = {slot.param.device: None for live in blocks for slot in live.slots if slot.param.numel()}
+        if len(devices) < 2:
+            return super().for_blocks(blocks, state=state)
+        return [cls(blocks, state=state, device=device) for device in devices]
 
     @staticmethod
     def refusal(block: LiveBlock) -> str:
@@ -134,58 +148,146 @@ class FusedBackend(Backend):
             return "its parameters are on several devices, and its update RMS is matched"
         return ""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_units": None}
-
     @property
-    def units(self) -> list["_Unit"]:
-        """An engine for each device, made when it is first needed."""
-        if self._units is None:
-            by_device: dict[torch.device, _Tables] = {}
-            for block in self.blocks:
-                for slot in (slot for slot in block.slots if slot.param.numel()):
+    def engine(self) -> Engine | None:
+        """Made when it is first needed. None if there is nothing to step, as on a rank without rows."""
+        return self._engine or self._make_engine()
+
+    def _make_engine(self) -> Engine | None:
+        by_table: dict[tuple[Kind, torch.dtype], list[tuple[LiveBlock, Slot]]] = {}
+        for block in self.blocks:
+            for slot in block.slots:
+                if slot.param.numel() and self._device in (None, slot.param.device):
                     key = kind_of(slot, weights=block.spec.weights), slot.param.dtype
-                    by_device.setdefault(slot.param.device, {}).setdefault(key, []).append((block, slot))
-            self._units = [_Unit(tables, state=self.state, graphs=self.graphs) for tables in by_device.values()]
-            for unit in self._units:
-                self._sums.bind(unit.engine, slots=unit.slots)
-        return self._units
+                    by_table.setdefault(key, []).append((block, slot))
+        if not by_table:
+            return None
+        tables = [_table(kind, members=members, state=self.state) for (kind, _), members in by_table.items()]
+        engine = self._engine = Engine(tables, graphs=self.graphs)
+        for table, members in zip(tables, by_table.values(), strict=True):
+            for index, (_, slot) in enumerate(members):
+                if slot.counts_steps:  # its count is a view of the engine's
+                    self.state[slot.param]["step"] = table.steps[index]
+        members = list(chain.from_iterable(by_table.values()))
+        self._names, self._params = [slot.name for _, slot in members], [slot.param for _, slot in members]
+        self._addresses = [row[0] for table in tables for row in table.addresses]
+        self._last_counts = engine.num_nonfinite_host.tobytes()  # of non-finite elements, at the last look
+        self._index = engine.device.index if engine.device.type == "cuda" else None
+        matched = {id(block.match): block for block, _ in members if block.match is not None}
+        self._unmeasured = [
+            (block, [table for table in tables if any(match is block.match for match in table.matches)])
+            for block in matched.values()
+            if block.rms_unmeasured
+        ]
+        self._sums.bind(engine, slots=[slot for _, slot in members])
+        return engine
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Makes the engine's device the current one, which costs nothing if it is already."""
+        if self._index is None or torch.cuda.current_device() == self._index:
+            return _NOTHING
+        return torch.cuda.device(self._index)
 
     def __call__(self, inputs: StepInputs) -> None:
-        thresholds = kernel_lanes(inputs.phase)
-        units, unmeasured = self.units, self._sums.unmeasured() if inputs.matching else ()
-        for unit in units:
-            with unit.device_context():
+        engine, unmeasured = self.engine, self._sums.unmeasured() if inputs.matching else ()
+        if engine is not None:
+            with self._on_device():
                 # All ranks make the same all-reduces, so all measure first if a block of any rank is unmeasured.
-                ranks_measure = bool(unmeasured) and unit.engine.all_reduce_sums is not None
-                unit.step(inputs, thresholds=thresholds, other_ranks_measure=ranks_measure)
+                ranks_measure = bool(unmeasured) and engine.all_reduce_sums is not None
+                self._step(engine, inputs, ranks_measure=ranks_measure)
         if inputs.matching:
             self._sums.join_without_rows(times=1 + bool(unmeasured))
         for block in unmeasured:
             block.rms_unmeasured = False
 
+    def _step(self, engine: Engine, inputs: StepInputs, *, ranks_measure: bool) -> None:
+        try:
+            engine.stage(inputs.options, thresholds=kernel_lanes(inputs.phase), phase=inputs.phase)
+        except (RuntimeError, NotImplementedError):
+            refuse_sparse(zip(self._names, self._params, strict=True))
+            raise
+        measure = self._first_steps() if self._unmeasured and inputs.matching else []
+        engine.run(
+            matched=inputs.matching,
+            marked=self._mark_of is not None and self.marked,
+            measure=measure,
+            other_ranks_measure=ranks_measure,
+        )
+        self._mark_of = None
+        # Kernels write where autograd does not see it: a backward that still needs the old weights has to fail.
+        torch.autograd.graph.increment_version(self._stepped(engine))
+
+    def _stepped(self, engine: Engine) -> list[Tensor]:
+        """Matrices that have a gradient; or if there are none, all parameters that have one.
+
+        Each costs the host 50 ns in every step, and an autograd graph that keeps biases and scales keeps matrices too.
+        """
+        gradients = engine.gradients
+        if self._stepped_cache[0] != gradients.num_changes:
+            stepped = list(compress(gradients.params, gradients.active))
+            matrices = [param for param in stepped if param.ndim > 1]
+            self._stepped_cache = (gradients.num_changes, matrices or stepped)
+        return self._stepped_cache[1]
+
+    def _first_steps(self) -> list[FusedTable]:
+        """Tables with blocks that have their first gradients now."""
+        now, later = [], []
+        for block, tables in self._unmeasured:
+            has_gradient = any(slot.param.grad is not None for slot in block.slots if slot.param.numel())
+            (now if has_gradient else later).append((block, tables))
+        for block, _ in now:
+            block.rms_unmeasured = False
+        self._unmeasured = later
+        return list({id(table): table for _, tables in now for table in tables}.values())
+
     @property
     def moved(self) -> bool:
-        return any([unit.moved() for unit in self._units or ()])
+        """Compares the address of the first parameter, which moves when a model does, and of some others in turn."""
+        if self._engine is None:
+            return False
+        params, addresses = self._params, self._addresses
+        begin = self._next_compared
+        end = min(begin + _ADDRESSES_PER_STEP, len(params))
+        self._next_compared = end if end < len(params) else 0
+        if params[0].data_ptr() != addresses[0]:
+            return True
+        return [param.data_ptr() for param in params[begin:end]] != addresses[begin:end]
 
     def mark(self) -> None:
-        for unit in self.units:
-            with unit.device_context():
-                unit.mark()
+        if (engine := self.engine) is None:
+            return
+        try:
+            with self._on_device():
+                engine.mark(first=not self.marked)
+        except (RuntimeError, NotImplementedError):
+            refuse_sparse(zip(self._names, self._params, strict=True))
+            raise
+        grad = next((param.grad for param in self._params if param.grad is not None), None)
+        self._mark_of = None if grad is None else TensorWeakRef(grad)
 
     def forget_marks(self) -> None:
-        for unit in self._units or ():
-            unit.mark_of = None
+        self._mark_of = None
 
     @property
     def marked(self) -> bool:
-        return all(unit.marked for unit in self.units)
+        """True if the first gradient is the tensor that was marked, or if there is nothing to mark."""
+        if self._mark_of is None:
+            return self.engine is None
+        grad = next((param.grad for param in self._params if param.grad is not None), None)
+        return grad is not None and self._mark_of() is grad
 
     def new_nonfinite(self, *, wait: bool) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for unit in self._units or ():
-            counts |= unit.new_nonfinite(wait=wait)
-        return counts
+        if (engine := self._engine) is None:
+            return {}
+        if wait:
+            engine.read_num_nonfinite()
+        now = engine.num_nonfinite_host.tobytes()
+        if now == self._last_counts:
+            return {}
+        before, self._last_counts = memoryview(self._last_counts).cast("q"), now
+        counts = memoryview(now).cast("q")
+        new = [counts[place] - before[place] for place in engine.places]
+        return {name: count for name, count in zip(self._names, new, strict=True) if count}
 
 
 class ExchangedBackend(FusedBackend):
@@ -258,129 +360,6 @@ class _SumsOverRanks:
         for _ in range(times):
             sums = torch.zeros(2, len(self._index_of), dtype=torch.float64, device=self._device)
             self._shard.group.all_reduce_(sums)
-
-
-_Tables = dict[tuple[Kind, torch.dtype], list[tuple[LiveBlock, Slot]]]  # (block, slot) of one device by table
-
-
-class _Unit:
-    """The engine of one device, with the slots, blocks and states that it steps.
-
-    Attributes:
-        mark_of: One of the gradients whose non-finite elements were marked; None if none are.
-    """
-
-    def __init__(self, tables: _Tables, *, state: Mapping[Tensor, State], graphs: bool):
-        self.tables = [_table(kind, members=members, state=state) for (kind, _), members in tables.items()]
-        self.engine = Engine(self.tables, graphs=graphs)
-        members = [member for members in tables.values() for member in members]
-        self.slots = [slot for _, slot in members]
-        self.names = [slot.name for _, slot in members]
-        self.mark_of: TensorWeakRef | None = None
-        self._last_counts = self.engine.num_nonfinite_host.tobytes()  # of non-finite elements, at the last look
-        self._params = [slot.param for _, slot in members]
-        self._addresses = [row[0] for table in self.tables for row in table.addresses]
-        self._next_compared = 0  # index of the next parameter whose address is compared
-        self._stepped_cache: tuple[int, list[Tensor]] = (-1, [])  # `gradients.num_changes`, and what it stepped then
-        self._index = self.engine.device.index if self.engine.device.type == "cuda" else None
-        self._connect(tables, state=state)
-
-    def _connect(self, tables: _Tables, *, state: Mapping[Tensor, State]) -> None:
-        """Makes step counts of the states views of the engine's, and lists the blocks without own RMS."""
-        for table, members in zip(self.tables, tables.values(), strict=True):
-            for index, (_, slot) in enumerate(members):
-                if slot.counts_steps:
-                    state[slot.param]["step"] = table.steps[index]
-        members = [member for members in tables.values() for member in members]
-        matched = {id(block.match): block for block, _ in members if block.match is not None}
-        self._unmeasured = [
-            (block, [table for table in self.tables if any(match is block.match for match in table.matches)])
-            for block in matched.values()
-            if block.rms_unmeasured
-        ]
-
-    def device_context(self) -> AbstractContextManager[object]:
-        """Makes the unit's device the current one, which costs nothing if it is already."""
-        if self._index is None or torch.cuda.current_device() == self._index:
-            return _NOTHING
-        return torch.cuda.device(self._index)
-
-    def step(self, inputs: StepInputs, *, thresholds: memoryview, other_ranks_measure: bool = False) -> None:
-        try:
-            self.engine.stage(inputs.options, thresholds=thresholds, phase=inputs.phase)
-        except (RuntimeError, NotImplementedError):
-            refuse_sparse(zip(self.names, self._params, strict=True))
-            raise
-        measure: list[FusedTable] = []
-        if self._unmeasured and inputs.matching:
-            measure = self._first_steps()
-        self.engine.run(
-            matched=inputs.matching, marked=self.marked, measure=measure, other_ranks_measure=other_ranks_measure
-        )
-        self.mark_of = None
-        # Kernels write where autograd does not see it: a backward that still needs the old weights has to fail.
-        torch.autograd.graph.increment_version(self._stepped())
-
-    def _stepped(self) -> list[Tensor]:
-        """Matrices that have a gradient; or if there are none, all parameters that have one.
-
-        Each costs the host 50 ns in every step, and an autograd graph that keeps biases and scales keeps matrices too.
-        """
-        gradients = self.engine.gradients
-        if self._stepped_cache[0] != gradients.num_changes:
-            stepped = list(compress(gradients.params, gradients.active))
-            matrices = [param for param in stepped if param.ndim > 1]
-            self._stepped_cache = (gradients.num_changes, matrices or stepped)
-        return self._stepped_cache[1]
-
-    def _first_steps(self) -> list[FusedTable]:
-        """Tables with blocks that have their first gradients now."""
-        now, later = [], []
-        for block, tables in self._unmeasured:
-            has_gradient = any(slot.param.grad is not None for slot in block.slots if slot.param.numel())
-            (now if has_gradient else later).append((block, tables))
-        for block, _ in now:
-            block.rms_unmeasured = False
-        self._unmeasured = later
-        return list({id(table): table for _, tables in now for table in tables}.values())
-
-    def moved(self) -> bool:
-        """Compares the address of the first parameter, which moves when a model does, and of some others in turn."""
-        params, addresses = self._params, self._addresses
-        begin = self._next_compared
-        end = min(begin + _ADDRESSES_PER_STEP, len(params))
-        self._next_compared = end if end < len(params) else 0
-        if params[0].data_ptr() != addresses[0]:
-            return True
-        return [param.data_ptr() for param in params[begin:end]] != addresses[begin:end]
-
-    def mark(self) -> None:
-        try:
-            self.engine.mark(first=not self.marked)
-        except (RuntimeError, NotImplementedError):
-            refuse_sparse(zip(self.names, self._params, strict=True))
-            raise
-        grad = next((param.grad for param in self._params if param.grad is not None), None)
-        self.mark_of = None if grad is None else TensorWeakRef(grad)
-
-    @property
-    def marked(self) -> bool:
-        """True if the first gradient is the tensor that was marked."""
-        if self.mark_of is None:
-            return False
-        grad = next((param.grad for param in self._params if param.grad is not None), None)
-        return grad is not None and self.mark_of() is grad
-
-    def new_nonfinite(self, *, wait: bool) -> dict[str, int]:
-        if wait:
-            self.engine.read_num_nonfinite()
-        now = self.engine.num_nonfinite_host.tobytes()
-        if now == self._last_counts:
-            return {}
-        before, self._last_counts = memoryview(self._last_counts).cast("q"), now
-        counts = memoryview(now).cast("q")
-        new = [counts[place] - before[place] for place in self.engine.places]
-        return {name: count for name, count in zip(self.names, new, strict=True) if count}
 
 
 def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapping[Tensor, State]) -> FusedTable:

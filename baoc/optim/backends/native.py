@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import log
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,9 +71,6 @@ class NativeBackend(Backend):
         if transposed and fold_of(block.rule.info) > 1:
             return f"{', '.join(transposed)}: stored (fan_in, fan_out), which the native step does not fold"
         return str(why) if isinstance(why := library_or_error(), Unavailable) else ""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_units": None}
 
     @property
     def units(self) -> list["_Unit"]:

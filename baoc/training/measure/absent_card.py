@@ -42,7 +42,6 @@ from baoc.planning.microbatch import (
     upper_bound_at,
     with_gradient_release,
 )
-from baoc.planning.planner import Planner
 from baoc.planning.transfer import hidden_seconds
 from baoc.profiling import describe
 from baoc.profiling.bf16_params import as_native, cast_to_bf16
@@ -69,8 +68,8 @@ PROFILE_BYTES = 0.2  # bytes per parameter that sampling gradients takes
 
 
 def card_of(config: RunConfig) -> Card | None:
-    """The card to plan for without a device: the named one, or DEFAULT_CARD for a network that is too large for this
-    machine without a GPU; else None."""
+    """The card to plan for that is not here: the named one, or DEFAULT_CARD for a network too large for a CPU, or
+    None."""
     if config.mode != "plan":
         return None
     if config.device in CARDS:
@@ -195,12 +194,8 @@ class _CardOptions:
         self.equal_layers = True  # layers are equal, so a line from none to all recomputed is an upper bound
         self.forward_flops = math.nan  # of one sample
         self.reference_s = math.nan  # of a step with fused AdamW
-        self.planner = Planner(
-            self.session.infos,
-            budget=replace(budget, memory_bytes=None),
-            settings=self.session.settings.planner,
-            declared=self.session.declared,
-        ).with_budget(budget)  # a Planner refuses a budget of memory without a footprint, which is yet to come
+        # A Planner refuses a budget of memory without a footprint, which is yet to come.
+        self.planner = self.session.planner_for(None, budget=replace(budget, memory_bytes=None)).with_budget(budget)
         self.bf16_savings = self.session.bf16_savings
         trained = [param for param in task.parameters() if param.requires_grad]
         largest = max(trained, key=lambda param: param.numel())
@@ -219,8 +214,7 @@ class _CardOptions:
         }
 
     def options(self, axes: Axes, *, recomputed: int, nothing_fits: bool = False) -> list[Option]:
-        """Options with this number of recomputed layers; of larger micro-batches only if the smallest fits, or
-        `nothing_fits`, after which a refusal names the least of all."""
+        """Options with this number of recomputed layers; if `nothing_fits`, or the smallest does, all micro-batches."""
         sizes = axes.micro_batches
         set_recomputed(self.task.model, recomputed, name=self.config.model.name)
         precision = str(self.config.trainer.precision or "32-true")
@@ -262,8 +256,8 @@ class _CardOptions:
         return [option for option in options if option is not None]
 
     def between_ends(self, ends: list[Option]) -> list[Option]:
-        """Options with fewer recomputed layers than all: the fewest that hold the budget with the plan of all, or with
-        the least state. Empty if layers differ, as a line is no upper bound then."""
+        """Options with the fewest recomputed layers that hold the budget with the plan of all, or with the least state.
+        Empty if layers differ, as a line is no upper bound then."""
         options: list[Option | None] = []
         for option in [option for option in ends if option.recomputed and option.fits] if self.equal_layers else []:
             size, most, release = option.key

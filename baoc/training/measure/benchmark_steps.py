@@ -9,14 +9,13 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
 from time import perf_counter
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from baoc.callbacks.loss_guard import LossGuard
@@ -42,8 +41,6 @@ def rehearse(
     *,
     batch: Any,
     module: L.LightningModule,
-    params: Sequence[Tensor],
-    device: torch.device,
     accumulation: int,
     clip: tuple[float | None, str | None] = (None, None),
     blocks: Sequence[Sequence[Tensor]] = (),
@@ -57,9 +54,8 @@ def rehearse(
     than that, one is warm-up. Gradients are None afterwards; weights, buffers and random generators are as before.
 
     Args:
-        loss: Runs a forward of `module` on `batch`, which is on the device.
-        accumulation: Micro-batches of a step. At most FEW are run; the others are taken to need as long as those
-            between the first and the last.
+        loss: Runs a forward of `module` on `batch`, which is on its device.
+        accumulation: Micro-batches of a step. FEW are run; the others are taken to need as long as the inner ones.
         clip: Value and algorithm of Lightning's clipping; under `release` it is done in backward.
         blocks: The parameters of each block.
         specs: One for each block. The host then does the work of stepping them (`ProxyBlocks`).
@@ -68,6 +64,8 @@ def rehearse(
     Raises:
         torch.OutOfMemoryError: The step does not fit.
     """
+    params = [param for param in module.parameters() if param.requires_grad]
+    device = params[0].device
 
     def measured() -> float:
         few, warm = min(accumulation, FEW), WARM_RELEASED if release and specs else WARM
@@ -100,7 +98,7 @@ def rehearse(
             )
             # The process keeps its signal handlers: Lightning's would end the run without a checkpoint.
             trainer._signal_connector.register_signal_handlers = lambda: None
-            trainer.fit(stand_in, train_dataloaders=_RepeatedBatch(batch, count=(warm + MAX_STEPS) * few))
+            trainer.fit(stand_in, train_dataloaders=[batch] * ((warm + MAX_STEPS) * few))
         return (clock.step_ms + (accumulation - few) * clock.micro_batch_ms) / 1e3
 
     seconds = measured()
@@ -109,23 +107,12 @@ def rehearse(
     return seconds
 
 
-class _RepeatedBatch:
-    def __init__(self, batch: Any, *, count: int):
-        self._batch, self._count = batch, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        return repeat(self._batch, self._count)
-
-
 class _LossModule(L.LightningModule):
     """Runs `loss`. It has no parameters, so Lightning moves and converts nothing; its optimizer holds `params`."""
 
-    def __init__(self, loss: Callable[[Any], Tensor], params: Sequence[Tensor], *, proxies: ProxyBlocks | None = None):
+    def __init__(self, loss: Callable[[Any], Tensor], params: list[nn.Parameter], *, proxies: ProxyBlocks | None):
         super().__init__()
-        self._loss, self._params, self._proxies = loss, list(params), proxies
+        self._loss, self._params, self._proxies = loss, params, proxies
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self._loss(batch)
@@ -189,8 +176,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _logging_to(stand_in: L.LightningModule, *, module: L.LightningModule) -> Iterator[None]:
-    """Inside, `module` logs through `stand_in`, which is attached to a Trainer. Metrics keep their names of
-    `module`."""
+    """Inside, `module` logs through `stand_in`, which has a Trainer. Metrics keep their names of `module`."""
     stand_in._metric_attributes = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
     before = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
     module.__dict__["log"], module.__dict__["log_dict"] = stand_in.log, stand_in.log_dict
@@ -206,8 +192,7 @@ def _logging_to(stand_in: L.LightningModule, *, module: L.LightningModule) -> It
 def _stepping(
     blocks: Sequence[Sequence[Tensor]], *, specs: Sequence[OptimizerSpec], release: GradientRelease | None
 ) -> Iterator[ProxyBlocks | None]:
-    """Inside, proxy blocks are stepped if there are `specs`, and under `release` the gradients of a block are freed
-    when the last of them has arrived."""
+    """Inside, proxy blocks are stepped if there are `specs`. Under `release` the last gradient of a block frees all."""
     proxies = ProxyBlocks(blocks, specs=specs, release=release) if specs else None
     block_of = {param: [p for p in block if p.requires_grad] for block in blocks for param in block if release}
 

@@ -4,7 +4,7 @@ An option's key is (micro-batch, recomputed layers, gradient release). From the 
 
 - `small`: a few micro-batches with no layer recomputed and with all. Other options lie on lines through these.
 - `compared_s`: seconds of two steps of the option itself, outside of a training loop.
-- `rehearsed_s`, with `exact` and `with_release` for its bytes: the option as training will run it, in Lightning's loop.
+- `rehearsed_s`, with `exact` for its bytes: the option as training will run it, in Lightning's loop.
 """
 
 import math
@@ -61,8 +61,8 @@ class Measurements:
 
     Attributes:
         small: Small measurements, by recomputed layers: the fewest and the most of them.
-        exact: Bytes by (micro-batch, recomputed layers), for other numbers; for all numbers if layers are compiled.
-        with_release: Bytes of the whole batch under gradient release, by recomputed layers.
+        exact: Bytes of options that no small measurement is of: other numbers of layers, gradient release, compiled
+            ones.
         compared_s: Seconds of a step without the optimizer's part, by two steps.
         rehearsed_s: The same, by steps in the training loop.
         out_of_memory: Options that ran out of memory when they were measured.
@@ -95,8 +95,7 @@ class Measurements:
         self.fits_only_in_bf16: set[OptionKey] = set()
         self.out_of_memory: set[OptionKey] = set()
         self.small: dict[int, list[MicroBatchMeasurement]] = {}
-        self.exact: dict[tuple[int, int], MicroBatchMeasurement] = {}
-        self.with_release: dict[int, MicroBatchMeasurement] = {}
+        self.exact: dict[OptionKey, MicroBatchMeasurement] = {}
         self.compared_s: dict[OptionKey, float] = {}
         self.rehearsed_s: dict[OptionKey, float] = {}
         # Seconds of compiling, by (micro-batch, bf16 weights, recomputed layers).
@@ -132,17 +131,13 @@ class Measurements:
     def is_measured(self, key: OptionKey) -> bool:
         """True if the option's bytes were measured, not interpolated."""
         size, recomputed, release = key
-        if release:
-            return recomputed in self.with_release
-        return (size, recomputed) in self.exact or (
-            not self.compiled and size in [measurement.micro_batch for measurement in self.measurements_of(key)]
-        )
+        is_small = size in [measurement.micro_batch for measurement in self.small.get(recomputed, [])]
+        return key in self.exact or (is_small and not release and not self.compiled)
 
     def measurements_of(self, key: OptionKey) -> list[MicroBatchMeasurement]:
         """The exact measurement of an option, else the small ones with its number of recomputed layers."""
-        size, recomputed, release = key
-        exact = self.with_release.get(recomputed) if release else None
-        exact = exact or self.exact.get((size, recomputed))
+        size, recomputed, _ = key
+        exact = self.exact.get(key) or self.exact.get((size, recomputed, False))
         return [exact] if exact is not None else self.small.get(recomputed, [])
 
     def covers(self, recomputed: int) -> bool:
@@ -156,7 +151,7 @@ class Measurements:
         `measured`: also use numbers that were measured exactly for this micro-batch.
         """
         size, recomputed, _ = key
-        exact = {number for other_size, number in self.exact if other_size == size and measured}
+        exact = {number for other, number, released in self.exact if other == size and measured and not released}
         numbers = sorted({*self.small, *exact}) or [recomputed]
         fewer = max((number for number in numbers if number <= recomputed), default=numbers[0])
         more = min((number for number in numbers if number >= recomputed), default=numbers[-1])
@@ -165,8 +160,8 @@ class Measurements:
     def footprint(self, key: OptionKey, *, blocks: Sequence[Block]) -> Footprint | None:
         """The option's footprint; None if it is unknown what gradient release would leave."""
         size, recomputed, release = key
-        if release and recomputed in self.with_release:
-            return self.with_release[recomputed].footprint
+        if release and key in self.exact:
+            return self.exact[key].footprint
         fewer, more, share = self._neighbours(key, measured=True)
         footprint = self._footprint_at(size, fewer)
         if fewer < more:
@@ -185,10 +180,10 @@ class Measurements:
         """
         uncompiled = upper_bound_at(self.measurements_of((size, recomputed, False)), micro_batch=size)
         most = max(self.small, default=0)
-        if not self.compiled or recomputed or not most or (size, recomputed) in self.exact:
+        if not self.compiled or recomputed or not most or (size, recomputed, False) in self.exact:
             return uncompiled
         shares: list[float] = []
-        for (other_size, number), measurement in self.exact.items():
+        for (other_size, number, _), measurement in [each for each in self.exact.items() if not each[0][2]]:
             recomputing = self.measurements_of((other_size, most, False))
             kept_bytes = upper_bound_at(self.small[0], micro_batch=other_size).peak_bytes(state_bytes=0)
             least_bytes = upper_bound_at(recomputing, micro_batch=other_size).peak_bytes(state_bytes=0)
@@ -237,9 +232,7 @@ class Measurements:
     @property
     def any_room(self) -> bool:
         keys = {(measured.micro_batch, number, False) for number, sizes in self.small.items() for measured in sizes}
-        keys |= {(size, number, False) for size, number in self.exact}
-        keys |= {(measurement.micro_batch, number, True) for number, measurement in self.with_release.items()}
-        return bool(keys - self.out_of_memory - self.measured_outside_cap)
+        return bool((keys | self.exact.keys()) - self.out_of_memory - self.measured_outside_cap)
 
     def has_room(self, key: OptionKey) -> bool:
         """False if the option, or one that takes less, ran out of memory."""
@@ -254,9 +247,8 @@ class Measurements:
     def explore(self, recomputed: int) -> None:
         """Measures several micro-batches with this number of recomputed layers.
 
-        If not even one sample has room, measures its bytes without the cap: for the refusal, and for what gradient
-        release would leave. The option is then ruled out with all gradients at once, unless layers are compiled, which
-        may take less.
+        If not even one sample has room, measures its bytes without the cap, for the refusal and for gradient release.
+        The option is then ruled out with all gradients at once, unless layers are compiled, which may take less.
         """
         measurements, in_bf16 = self._explored_before.get(recomputed, ([], False))
         if measurements and not (self._needs_seconds(recomputed) and math.isnan(measurements[0].seconds)):
@@ -363,8 +355,8 @@ class Measurements:
     def compare(
         self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()
     ) -> None:
-        """Times two steps of this option, or finds that it has no room. Under gradient release they run in the training
-        loop."""
+        """Times two steps of this option (under gradient release in the training loop), or finds that it has no
+        room."""
         size, _, release = key
 
         def time_steps(_: bool) -> None:
@@ -458,10 +450,8 @@ class Measurements:
         size, recomputed, release = key
         before = next((other.seconds for other in self.measurements_of(key) if other.micro_batch == size), math.nan)
         measurement = replace(measurement, seconds=before) if math.isnan(measurement.seconds) else measurement
-        if release:
-            self.with_release[recomputed] = measurement
-        elif self.compiled or recomputed not in self.small:
-            self.exact[size, recomputed] = measurement
+        if release or self.compiled or recomputed not in self.small:
+            self.exact[key] = measurement
         else:
             others = [other for other in self.small[recomputed] if other.micro_batch != size]
             self.small[recomputed] = [*others, measurement]

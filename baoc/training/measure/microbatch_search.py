@@ -50,7 +50,6 @@ from baoc.planning.microbatch import (
     option_rows,
     promising_recomputed_counts,
 )
-from baoc.planning.planner import Planner
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.memory import cap_suspended, least_budget_with_same_pages
 from baoc.profiling.phase_timer import PhaseTimer
@@ -145,10 +144,7 @@ def axes_of(config: RunConfig, *, task: Task) -> Axes:
 def decide(
     config: RunConfig, *, task: Task, data: DataModule, device: str, settings: SessionSettings, run_dir: Path
 ) -> SearchResult:
-    """Chooses micro-batch, recomputed layers, gradient release and compiling, and sets the network's layers
-    accordingly.
-
-    Random numbers and weights are as before.
+    """Chooses micro-batch, recomputed layers, gradient release and compiling, and sets the network's layers so.
 
     Raises:
         InfeasibleBudgetError: No option fits; it names the least budget that one would need. On a GPU, and without
@@ -268,11 +264,8 @@ def _least_peak(
     settings: SessionSettings,
     within: dict[int, Entry],
 ) -> int:
-    """Peak bytes of the smallest plan of any option, as measured within a budget of `memory_bytes`.
-
-    Options are measured until one fits, not for the fastest; the decision for it joins those `within` each budget.
-    Raises InfeasibleBudgetError if none fits.
-    """
+    """Peak bytes of the smallest plan of any option that was measured within `memory_bytes`, until one fits. The
+    decision for it joins those `within` each budget. Raises InfeasibleBudgetError if none fits."""
     config = replace(config, budget=replace(config.budget, memory_bytes=memory_bytes))
     with _restored(config, task=task, device=device) as stack, redirect_stdout(io.StringIO()):
         search = MicroBatchSearch(
@@ -296,8 +289,7 @@ def device_of(device: str) -> torch.device:
 
 
 def take_option(option: Option, *, task: Task, data: DataModule, name: str) -> None:
-    """Sets the network's layers and the batch sizes of its data as an option has them. `name`: of the network, in
-    messages."""
+    """Sets layers and batch sizes as an option has them. `name`: of the network, in messages."""
     set_recomputed(task.model, option.recomputed, name=name)
     set_compiled(task.model, option.compiled)
     data.batch_size, data.accumulate = option.micro_batch, option.accumulation
@@ -349,11 +341,16 @@ class MicroBatchSearch:
             )
         with phases("device and weights"):
             capped, waits = self._move_task_to_device(self.session.bf16_params, stack=stack)
+        with phases("first batches"):
+            batches = {
+                "batch": next(iter(data.make_train_loader(limit=None))),
+                "val_batch": next(iter(data.val_dataloader()), None),
+            }
         self._new_measurements = partial(
             Measurements,
             config,
             task=task,
-            runner=self._new_runner(data, precision=precision),
+            runner=MicroBatchRunner(task, **batches, device=self.device, precision=precision, phases=phases),
             device=self.device,
             budget=self.budget,
             axes=self.axes,
@@ -362,10 +359,10 @@ class MicroBatchSearch:
             capped=capped,
         )
         self.reset(compiled=config.model.compile is True)
-        settings = self.session.settings
-        if settings.planner.allocator == "exact":  # options are planned in milliseconds; the run itself exactly
-            settings = replace(settings, planner=replace(settings.planner, allocator="lagrangian"))
-        self.settings = settings
+        planner = self.session.settings.planner
+        if planner.allocator == "exact":  # options are planned in milliseconds; the run itself exactly
+            planner = replace(planner, allocator="lagrangian")
+        self.session.settings = self.settings = replace(self.session.settings, planner=planner)
 
     def reset(self, *, compiled: bool) -> None:
         """Forgets all options, to search with layers compiled or as they are."""
@@ -374,11 +371,8 @@ class MicroBatchSearch:
         self._plans: dict[OptionKey, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
 
     def search(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice:
-        """Returns the best option found within `max_s` since `began`.
-
-        With compile=auto, compiled layers are searched too if the run is long enough to repay it. If they fail, an
-        option says why.
-        """
+        """Returns the best option found within `max_s` since `began`. With compile=auto, compiled layers are searched
+        too if the run is long enough to repay it. If they fail, an option says why."""
         self.reset(compiled=self.config.model.compile is True)  # a cached decision may have been confirmed with another
         if self.measurements.compiled:
             compiled = self._search_compiled(began=began, tell=tell)
@@ -438,10 +432,8 @@ class MicroBatchSearch:
         return choice
 
     def _extra_compiling_seconds(self) -> float:
-        """How much longer a search of compiled layers may take.
-
-        It may compile what training compiles anyway, and more in a run that is long by what was measured.
-        """
+        """How much longer a search of compiled layers may take: what training compiles anyway, and more in long
+        runs."""
         if not self.measurements.compiled:
             return 0.0
         own_s = max(map(self.measurements.compile_seconds, self.measurements.rehearsed_s), default=0.0)
@@ -477,14 +469,7 @@ class MicroBatchSearch:
         self.size_independent = constant
 
     def plan_by(self, footprint: Footprint) -> None:
-        planner = self.settings.planner
-        self.planner = Planner(
-            self.session.infos,
-            budget=self.budget,
-            settings=planner,
-            declared=self.session.declared,
-            footprint=footprint,
-        )
+        self.planner = self.session.planner_for(footprint, budget=self.budget)
         self.blocks = [[self.params[param.name] for param in block.params] for block in self.planner.blocks]
 
     # -- cached decisions ---------------------------------------------------------------------------------------------
@@ -495,8 +480,8 @@ class MicroBatchSearch:
         return key_of(self.config, network=self.task.model, batches=batches, budget=self.budget, device=self.device)
 
     def confirm(self, entry: Entry) -> bool:
-        """True if a cached decision is good enough for a run of this length, and its option still takes the bytes that
-        it took, by one measurement within the cap."""
+        """True if a cached decision is good enough for this run and its option takes the bytes of then, by one
+        measurement."""
         before = entry.footprint
         if entry.run_s < run_seconds(self.config, entry.chosen.samples_per_s):
             return False
@@ -568,17 +553,8 @@ class MicroBatchSearch:
 
     # -- options ------------------------------------------------------------------------------------------------------
 
-    def _new_runner(self, data: DataModule, *, precision: str) -> MicroBatchRunner:
-        with self.phases("first batches"):
-            batch = next(iter(data.make_train_loader(limit=None)))
-            val_batch = next(iter(data.val_dataloader()), None)
-        return MicroBatchRunner(
-            self.task, batch=batch, val_batch=val_batch, device=self.device, precision=precision, phases=self.phases
-        )
-
     def _move_task_to_device(self, bf16_params: Mapping[str, Tensor], *, stack: ExitStack) -> tuple[bool, bool]:
-        """Moves the task to the device until `stack` closes. Returns whether a cap is set, and whether the weights came
-        in bf16."""
+        """Moves the task to the device until `stack` closes. Returns (a cap is set, the weights came in bf16)."""
         try:
             cap_device(self.device, budget=self.budget)
         except BadInputError:  # the CUDA context alone exceeds the budget
@@ -661,8 +637,8 @@ class MicroBatchSearch:
         return sorted(options, key=lambda option: (option.recomputed, option.micro_batch, option.release))
 
     def _between_ends(self, ends: Mapping[OptionKey, Option]) -> list[OptionKey]:
-        """Keys with a number of recomputed layers between none and all that may be better than both ends, and those
-        that were measured."""
+        """Keys between none and all layers recomputed that may be better than both ends, and those that were
+        measured."""
         most = max(self.measurements.small)
         keys: list[OptionKey] = []
         for size, number, release in [key for key in ends if key[1] == most > 0]:
@@ -700,8 +676,7 @@ class MicroBatchSearch:
         return replace(footprint, context_bytes=context, **self.size_independent[key[2]])
 
     def option_if_too_slow(self, key: OptionKey, *, than: Collection[Option]) -> Option | None:
-        """The option without a plan, if the rate alone counts and it cannot be the best within EXTRAPOLATED_ERROR's
-        error; else None."""
+        """The option without a plan, if the rate alone counts and it is too slow, by more than EXTRAPOLATED_ERROR."""
         seconds = self.measurements.seconds(key)
         fitting_s = min((option.step_s for option in than if option.fits), default=math.inf)
         rate_alone_counts = self.config.objective == "throughput" and self.budget.step_time is None
@@ -786,10 +761,7 @@ class MicroBatchSearch:
         )
 
     def least_measured(self, options: list[Option]) -> list[Option]:
-        """If no option fits, measures the one that needs the fewest bytes, as a refusal names it; it may even fit.
-
-        A run with the budget that is named will then need the same bytes.
-        """
+        """If no option fits, measures the one that needs the fewest bytes, as a refusal names it; it may even fit."""
         slow = any(not math.isnan(option.fastest_s) for option in options)
         if slow or self.budget.memory_bytes is None or not self.measurements.capped:
             return options
@@ -804,10 +776,8 @@ class MicroBatchSearch:
         return options
 
     def _specs_for_timing(self, key: OptionKey) -> list[OptimizerSpec]:
-        """For each block the spec that most blocks of the option's plan have; nothing without a plan.
-
-        One spec, because each further one compiles for a second and changes little of the host's work.
-        """
+        """For each block the spec that most blocks of the option's plan have; nothing without a plan. One spec, as each
+        further one compiles for a second and changes little of the host's work."""
         _, plan = self._plans.get(key, (None, None))
         if not isinstance(plan, Plan):
             return []
@@ -815,11 +785,8 @@ class MicroBatchSearch:
         return [self.planner.specs[most]] * len(self.planner.blocks)
 
     def measure_option(self, option: Option, *, tell: Callable[[str], None]) -> list[Option]:
-        """Measures an option, and returns all options planned again.
-
-        At first it is compared. If it was compared before, or its layers are compiled, it is measured as training would
-        run it.
-        """
+        """Measures an option, and returns all options planned again. At first it is compared; if it was before, or its
+        layers are compiled, it is measured as training would run it."""
         blind = not self.measurements.any_room
         tries = option.compared or option.compiled or blind
         tell(f"deciding how a batch is run: {'trying' if tries else 'comparing'} {option.name}")
@@ -830,8 +797,7 @@ class MicroBatchSearch:
         return self.options()
 
     def measuring_seconds(self, option: Option, tried: bool) -> float:
-        """About how many seconds it takes to compare an option, or to measure it as training would run it if
-        `tried`."""
+        """About how many seconds it takes to compare an option, or if `tried` to measure it as training runs it."""
         micro_s = option.step_s / option.accumulation if option.step_s > 0 else 0.0
         if not tried and not option.compiled:
             return COMPARING_S + (2 * option.step_s if option.release else max(3 * micro_s, TIMED_S + micro_s))

@@ -31,7 +31,7 @@ from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.measure.benchmark_steps import rehearse
 from baoc.training.measure.probe import silent, with_averages
-from baoc.types import Footprint, OptimizerSpec, PeakInterval
+from baoc.types import Footprint, PeakInterval
 
 PRECISIONS = ("32-true", "bf16-mixed")
 MAX_SIZES = 4  # micro-batches that are measured for one number of recomputed layers
@@ -97,8 +97,8 @@ class MicroBatchRunner:
             released: The parameters of each block under gradient release.
             per_step: Micro-batches of a step, if not `accumulation`.
             merge_intervals: See `probe_footprint`.
-            bf16_savings: Bytes that each parameter saves because the caller holds it in bf16; the footprint returned is
-                that of native weights.
+            bf16_savings: Bytes that each parameter saves, as the caller holds it in bf16. The footprint is of native
+                ones.
         """
 
         def measure() -> tuple[Footprint, float]:
@@ -147,10 +147,7 @@ class MicroBatchRunner:
         return MicroBatchMeasurement(micro_batch=micro_batch, footprint=footprint, seconds=seconds)
 
     def compile(self, micro_batch: int) -> float:
-        """Runs a micro-batch once, so that its layers are compiled; returns the seconds that this took.
-
-        Freezes the garbage collector's generations; the caller must call `gc.unfreeze()`.
-        """
+        """Compiles its layers by running a micro-batch; returns the seconds. The caller must call `gc.unfreeze()`."""
 
         def compile() -> float:
             batch = self._fresh_batch(micro_batch)
@@ -175,21 +172,9 @@ class MicroBatchRunner:
 
         return self._slowest(time)
 
-    def time_training_step(
-        self,
-        micro_batch: int,
-        *,
-        per_step: int,
-        clip: tuple[float | None, str | None],
-        blocks: Sequence[Sequence[Tensor]] = (),
-        specs: Sequence[OptimizerSpec] = (),
-        release: bool = False,
-        max_s: float | None = None,
-    ) -> float:
-        """Seconds of a whole step in Lightning's loop, without the optimizer's part; see `rehearse`.
-
-        `max_s`: seconds to spend, by default REHEARSED_S.
-        """
+    def time_training_step(self, micro_batch: int, *, per_step: int, max_s: float | None = None, **how: Any) -> float:
+        """Seconds of a step in Lightning's loop without the optimizer's part; `how`: see `rehearse`. `max_s`: seconds
+        to spend, by default REHEARSED_S."""
 
         def time() -> float:
             batch = self._fresh_batch(micro_batch)
@@ -198,14 +183,9 @@ class MicroBatchRunner:
                     self._loss,
                     batch=batch,
                     module=self.module,
-                    params=[param for param in self.module.parameters() if param.requires_grad],
-                    device=self.device,
                     accumulation=per_step,
-                    clip=clip,
-                    blocks=blocks,
-                    specs=specs,
-                    release=release,
                     max_s=REHEARSED_S[self.device.type] if max_s is None else max_s,
+                    **how,
                 )
 
         return self._slowest(time)
@@ -221,8 +201,8 @@ class MicroBatchRunner:
         return self._to_device(resize_batch(self._batch, micro_batch))
 
     def _seconds(self, batch: Any, *, per_step: int) -> float:
-        """Seconds of forward and backward. In training the allocator has all memory that it needs, so a series in which
-        it asked the device for more is timed again."""
+        """Seconds of forward and backward. A series in which the allocator asked the device for memory, as it does not
+        in training, is timed again."""
 
         def run() -> None:
             self._loss(batch).backward()
@@ -272,8 +252,9 @@ class MicroBatchRunner:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Lightning's own autocast, which does not cache bf16 copies of weights from one use to the next."""
-        mixed = MixedPrecision("bf16-mixed", self.device.type) if self._mixed else None
-        return mixed.autocast_context_manager() if mixed is not None else nullcontext()
+        if not self._mixed:
+            return nullcontext()
+        return MixedPrecision("bf16-mixed", self.device.type).autocast_context_manager()
 
     def _emulated_autocast(self) -> AbstractContextManager[Any]:
         """Emulates CUDA's autocast, also in backward, so that recomputed activations get the forward's dtypes."""

@@ -31,12 +31,7 @@ from baoc.types import Footprint, OptimizerSpec
 
 CLIP_BYTES = 12  # bytes per element that clipping by norm moves
 MIN_REHEARSED_S = 2.0  # that steps in Lightning's loop are timed for on a GPU: its host's speed varies by the second
-FIRST_HOOKS = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-)  # before the first step
+FIRST_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")  # before a step
 REHEARSAL_SHARE = 0.2  # of the seconds that a latency table may take, for steps in Lightning's loop on a CPU
 
 
@@ -143,11 +138,8 @@ class Probe:
         return inputs_of(self._inputs())
 
     def footprint(self, *, context_bytes: int, released: Sequence[Sequence[Tensor]] = ()) -> Footprint:
-        """Bytes of the step, averaged weights included.
-
-        `released`: the parameters of each block under gradient release. Raises UnmeasuredStepError if the step fails
-        before training, with and without the hooks that Lightning calls before the first one.
-        """
+        """See `Measurer`; averaged weights included. Raises UnmeasuredStepError if the step fails before training, with
+        and without the hooks that Lightning calls before the first one."""
         try:
             return self._footprint(context_bytes=context_bytes, released=released)
         except (torch.OutOfMemoryError, BaocError):
@@ -192,7 +184,7 @@ class Probe:
     def rest_seconds(
         self, specs: Sequence[OptimizerSpec], *, max_s: float, released: Sequence[Sequence[Tensor]]
     ) -> float:
-        """Seconds of a step as it will be trained. `released`: as in `footprint`. Gradients are None afterwards."""
+        """See `Measurer`. Gradients are None afterwards."""
         params = [param for param in self.module.parameters() if param.requires_grad]
         device = params[0].device
         devices = [device.index] if device.type == "cuda" else []
@@ -203,8 +195,6 @@ class Probe:
                 self._loss,
                 batch=self._on_device(self._batch),
                 module=self.module,
-                params=params,
-                device=device,
                 accumulation=self.accumulation,
                 clip=self._clip,
                 blocks=(blocks := released or [[param] for param in params]),
@@ -245,6 +235,5 @@ def gathered_bytes(footprint: Footprint, *, module: L.LightningModule, averages:
 
 
 def upkeep_bytes(*, clips: bool, averages: bool) -> int:
-    """Bytes per element that a step moves beside forward, backward and the optimizer: the check for non-finite
-    elements, clipping and averaging, all in float32."""
+    """Bytes per element that a step moves to check for non-finite elements, to clip and to average, in float32."""
     return 4 + (CLIP_BYTES if clips else 0) + (12 if averages else 0)
