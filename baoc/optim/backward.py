@@ -97,26 +97,18 @@ class BeforeStep:
 
 
 class GradientObserver(Protocol):
-    """Sees a step's final gradients, which come block by block."""
+    """Sees a step's final gradients, by name, which come block by block and are gone afterwards."""
 
-    def begin_step(self) -> None:
-        """A step begins."""
-        ...
+    def begin_step(self) -> None: ...
 
-    def add_gradients(self, grads: Mapping[str, Tensor], /) -> None:
-        """The final gradients of some parameters, by name; they are gone afterwards."""
-        ...
+    def add_gradients(self, grads: Mapping[str, Tensor], /) -> None: ...
 
-    def end_step(self) -> None:
-        """The step ends; parameters that were not seen had no gradient."""
-        ...
+    def end_step(self) -> None: ...
 
 
 def release_settings(release: bool | GradientRelease, *, nonfinite: str) -> GradientRelease | None:
-    """An optimizer's `release` argument as settings; None without release.
-
-    Raises BadInputError for another type, and for nonfinite=skip_step, which would have to undo the steps of blocks.
-    """
+    """An optimizer's `release` argument as settings; None without release. Raises BadInputError for another type, and
+    for nonfinite=skip_step, which would have to undo the steps of blocks."""
     if not isinstance(release, bool | GradientRelease):
         raise BadInputError(f"release={release!r}: give True, False, or GradientRelease(clip_norm=...)")
     if release is False:
@@ -130,10 +122,8 @@ def release_settings(release: bool | GradientRelease, *, nonfinite: str) -> Grad
 
 
 class BackwardStepper:
-    """Base of both policies: steps units of blocks of `owner` in backward, as soon as their gradients are final.
-
-    `_reset` clears everything that belongs to one step. Hooks refer to the stepper weakly, and it to its owner.
-    """
+    """Base of both policies: steps units of blocks of `owner` in backward, as soon as their gradients are final. Hooks
+    refer to the stepper weakly, and it to its owner."""
 
     late_text = ""  # when a setting acts that is changed between backward and `step`, for the warning
     stepped_text = ""  # why a call between steps is refused in the middle of one, for the error
@@ -382,7 +372,7 @@ class DropGradients(BackwardStepper):
             self.observer.begin_step()
 
     def _index_blocks(self) -> None:
-        """Maps parameters to their blocks and groups, if blocks or groups changed; stepped blocks stay marked."""
+        """Maps parameters to their blocks and groups, if these changed; stepped blocks stay marked."""
         registry = self.owner.registry
         if self._groups is registry.step_groups:
             return
@@ -409,12 +399,8 @@ class DropGradients(BackwardStepper):
         )
 
     def _on_complete_block(self, pending: _PendingBlock) -> None:
-        """Steps a complete block when all of its group is complete.
-
-        A group is stepped incomplete when a block of another group is complete first. Its missing gradients may not
-        come in this step, and groups that wait for frozen or skipped blocks would keep the gradients of a whole
-        backward.
-        """
+        """Steps a complete block when all of its group is complete, or when a block of another group is: missing
+        gradients may not come in this step, and groups that wait for them would keep those of a whole backward."""
         self._mid_step, group = True, pending.group
         group.num_complete += 1
         if self._complete_blocks and self._complete_blocks[0].group is not group:
@@ -520,8 +506,7 @@ class DropGradients(BackwardStepper):
     # -- clipping
 
     def _clip(self, lives: list[LiveBlock]) -> None:
-        """Clips the gradients of some blocks: by the previous step's norm in few launches, in the first step each block
-        by its share."""
+        """Clips gradients: by the previous step's norm in few launches, in the first step each block by its share."""
         by_block = [[slot.param for slot in live.slots if slot.param.grad is not None] for live in lives]
         for params in filter(None, by_block if self.norm is None else [list(chain.from_iterable(by_block))]):
             grads = [param.grad for param in params if param.grad is not None]
@@ -612,18 +597,14 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 def current_stream_id(device: torch.device) -> StreamId:
-    """The current stream of a CUDA device. It is read with every gradient, and torch.cuda.current_stream takes three
-    times as long because it builds an object."""
+    """The current stream of a CUDA device, in a third of torch.cuda.current_stream's time, which builds an object."""
     return torch._C._cuda_getCurrentStream(device.index)
 
 
 def ordered_after(streams: Set[StreamId]) -> AbstractContextManager[None]:
     """Inside, work on the current stream runs after the work begun on `streams`, of the same device; afterwards
-    `streams` wait for it.
-
-    Branches of a network may compute gradients on streams of their own. A step of several gradients waits for all of
-    these streams. The memory of a dropped gradient goes back to its own stream, which may use it only after the step.
-    """
+    `streams` wait for it: branches of a network may compute gradients on streams of their own, to which the memory of a
+    dropped gradient goes back."""
     now = current_stream_id(torch.device("cuda", next(iter(streams))[1])) if streams else None
     return nullcontext() if now is None or streams == {now} else _stream_order(streams, now=now)
 
@@ -645,10 +626,8 @@ def _stream_order(streams: Set[StreamId], *, now: StreamId) -> Iterator[None]:
 
 
 class KeepGradients(BackwardStepper):
-    """Overlap: inside `last_backward`, each piece of host-placed blocks is stepped when its gradients are final.
-
-    Gradients stay readable until `step`, but nobody may change them, because they have been used. Between steps it
-    holds only hooks.
+    """Overlap: inside `last_backward`, each piece of host-placed blocks is stepped when its gradients are final. These
+    stay readable until `step`, but nobody may change them, because they have been used.
 
     Attributes:
         num_stepped: Parameters that the last step's backward stepped.
@@ -750,10 +729,8 @@ class KeepGradients(BackwardStepper):
         self.versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore
 
     def check(self) -> None:
-        """To be called before anything is done to gradients: makes later work wait for the steps that use them.
-
-        Raises BadInputError if a used gradient was changed or dropped.
-        """
+        """To be called before anything is done to gradients: makes later work wait for the steps that use them. Raises
+        BadInputError if a used gradient was changed or dropped."""
         for param, version in self.versions.items():
             if param.grad is None or param.grad._version != version:
                 what = "dropped" if param.grad is None else "changed"

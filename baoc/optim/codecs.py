@@ -52,9 +52,9 @@ class Codec:
 
         Args:
             phase: The number of the step; None rounds to nearest.
-            new: Mask that is False where the stored value must stay. That value is rounded to nearest, so its code
-                changes only with its group's scale. The scale follows from the new values, but is never too small for
-                those that stay.
+            new: Mask that is False where the stored value must stay. That is rounded to nearest, so its code changes
+                only with its group's scale, which follows from the new values but is never too small for those that
+                stay.
         """
         raise NotImplementedError
 
@@ -73,8 +73,7 @@ def thresholds(phase: int, *, new: Tensor | None, group: int, device: torch.devi
 
 @lru_cache(maxsize=16)
 def lanes(phase: int, device: torch.device) -> Tensor:
-    """The thresholds of step `phase`, fp32[32] in (0, 1], by element index modulo 32: fractions from there on round
-    up."""
+    """The thresholds of step `phase`, fp32[32] in (0, 1], by element modulo 32: fractions from there on round up."""
     return lanes_of(phase, 1)[0].to(device, non_blocking=True)
 
 
@@ -422,7 +421,7 @@ class StoredState:
     def encode_(
         self, state: Mapping[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
     ) -> None:
-        """As `Codec.encode_`. Uses `phase` for v, which moves too slowly for rounding to nearest, and for codecs of few
-        bits; and `new` for states with one number per element."""
+        """As `Codec.encode_`, with `phase` for v, which moves too slowly for rounding to nearest, and for codecs of few
+        bits; with `new` for states with one number per element."""
         phase = phase if self.decl.kind is StateKind.V or self.codec.info.phased else None
         self.codec.encode_(self.codec_tensors(state), values, phase=phase, new=new if self.is_full else None)

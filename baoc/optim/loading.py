@@ -113,10 +113,8 @@ def _slots_in(saved: ParsedCheckpoint, *, registry: BlockRegistry) -> list[Slot]
 
 
 def _fit_to_slots(saved: ParsedCheckpoint, *, slots: Iterable[Slot]) -> tuple[ParsedCheckpoint, dict[str, Slot]]:
-    """Cuts or gathers the saved states of `slots` to what this rank needs, and checks them.
-
-    A state becomes this rank's rows of what all ranks have; or all rows, if its conversion takes all. A state whose
-    codec differs between sharded and unsharded parameters is encoded again if the checkpoint is of the other kind.
+    """Cuts or gathers the saved states of `slots` to what this rank needs (its rows, or all if a conversion takes all),
+    encodes those again whose codec was another on sharded or unsharded parameters, and checks them.
 
     Returns:
         The checkpoint with these states, and the slots as they were when saved, by name.
@@ -167,12 +165,8 @@ def _fit_state(slot: Slot, saved: State, *, spec: OptimizerSpec) -> State:
 
 
 def _apart_from_live(saved: ParsedCheckpoint, *, registry: BlockRegistry, slots: Iterable[Slot]) -> ParsedCheckpoint:
-    """The checkpoint without tensors that are the live ones and mean something else.
-
-    torch.distributed.checkpoint fills a state dict in place, with corrections too, and live ones are zeroed if weights
-    were loaded since they were made. One that was taken before the first step means a fresh start, as torch's does,
-    which has no states then: what it shares with the live ones may have been stepped since.
-    """
+    """The checkpoint without tensors that are the live ones and mean something else: corrections, which are zeroed if
+    weights were loaded since they were made; and all of one that was taken before the first step, as a fresh start."""
     states = dict(saved.states)
     for slot in slots:
         live, loaded = registry.state[slot.param], states[slot.name]
@@ -188,10 +182,8 @@ def _apart_from_live(saved: ParsedCheckpoint, *, registry: BlockRegistry, slots:
 
 
 def _by_position(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> dict[str, str]:
-    """Saved name -> this optimizer's name by position, as torch does it, if one side has placeholder names only.
-
-    Empty if every name is on both sides. Raises CheckpointError if the groups are of other sizes.
-    """
+    """Saved name -> this optimizer's name by position, as torch does it, if one side has placeholder names only. Raises
+    CheckpointError if the groups are of other sizes."""
     saved_names = [name for names, _ in saved.groups for name in names]
     own_names = [name for group in param_groups for name in group["param_names"]]
     saved_only, own_only = set(saved_names) - set(own_names), set(own_names) - set(saved_names)
@@ -271,11 +263,8 @@ def _check_state(slot: Slot, *, saved: ParsedCheckpoint) -> Slot:
 
 
 def _saved_slot(slot: Slot, *, spec: OptimizerSpec) -> Slot:
-    """The slot as it was when saved under `spec`.
-
-    It is unsharded if all rows have to be converted together: because the spec keeps a state of which no rank has a
-    part, or because its v becomes another by sums over all rows.
-    """
+    """The slot as it was when saved under `spec`. Unsharded if all rows are converted together: the spec keeps a state
+    of which no rank has a part, or its v becomes another by sums over all rows."""
     rule = RULES[spec.rule].info
     takes_all_rows = shards_cut_rows(rule, param=slot.info) or migration.sums_over_all_rows(rule, slot.rule.info)
     if slot.shard is None or not takes_all_rows:
@@ -284,8 +273,8 @@ def _saved_slot(slot: Slot, *, spec: OptimizerSpec) -> Slot:
 
 
 def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError for numbers that no step leaves: NaN and infinities, steps that are no count, and negative
-    scales and squares."""
+    """Raises CheckpointError for numbers that no step leaves: not finite, no count of steps, negative scales or
+    squares."""
     squares = {key for each in slot.states if each.decl.kind is StateKind.V for _, key in each.keys}
     for key in (*(tensor.key for tensor in slot.tensors), *(["step"] if slot.counts_steps else [])):
         value = state[key].detach()
@@ -402,12 +391,9 @@ def _zero(state: State) -> None:
 def _load_weights(
     slot: Slot, state: State, *, saved_format: str, correction: Tensor | None, report: ConversionReport
 ) -> None:
-    """Adds the checkpoint's correction to weights that the model has loaded, if they belong together.
-
-    Weights that are no bf16 numbers did not come with that correction, and have all of their bits. If the checkpoint
-    has no correction and this plan has, the live one stays while a checksum can tell whether it belongs to the weights;
-    in mid-run there is none, and it is zeroed.
-    """
+    """Adds the checkpoint's correction to weights that the model has loaded, unless these are no bf16 numbers: then
+    they came without it, and have all of their bits. Where the checkpoint has no correction and this plan has, the live
+    one stays while a checksum can tell whether it belongs to the weights, and is zeroed in mid-run."""
     param, own = slot.param, state.get(weights.CORRECTION)
     if correction is not None and saved_format == slot.weights:
         assert own is not None
@@ -429,8 +415,8 @@ def _load_weights(
 def _load_match(
     live: LiveBlock, *, saved: ParsedCheckpoint, registry: BlockRegistry, converted: bool, rms: list[float]
 ) -> None:
-    """Loads the block's matching state. If the block or its spec was another when saved, loads the target alone, and
-    the own RMS is measured anew."""
+    """Loads the block's matching state, or its target alone, with an own RMS yet to measure, if it was saved
+    otherwise."""
     live.rms_unmeasured = True
     if not live.matched or not live.slots:
         return

@@ -199,8 +199,8 @@ def _from_moments(state: StoredState, moments: Moments, *, target: Slot, new: St
 
 
 def convert_weights(source: Slot, target: Slot, old: State, new: State, *, report: ConversionReport) -> None:
-    """Changes the parameter's weights to the target's format, in place. If the format stays, copies the correction and
-    its checksum."""
+    """Changes the parameter's weights to the target's format, in place; one that stays keeps correction and
+    checksum."""
     if source.weights == target.weights:
         if weights.CORRECTION in new:
             new[weights.CORRECTION].copy_(old[weights.CORRECTION])
@@ -216,10 +216,8 @@ def convert_weights(source: Slot, target: Slot, old: State, new: State, *, repor
 
 
 def sums_over_all_rows(source: RuleInfo, target: RuleInfo) -> bool:
-    """True if v of `target` is computed from v of `source` by sums over columns, which take the rows of all ranks.
-
-    A v per column alone is the same on all ranks, and v of equal tags is copied.
-    """
+    """True if v of `target` is computed from v of `source` by sums over columns, which take the rows of all ranks. A v
+    per column alone is the same on all ranks, and v of equal tags is copied."""
     before, after = ([_tags(decl) for decl in of.states if decl.kind is StateKind.V] for of in (source, target))
     needs_own_rows_only = before == after or before == [(StateKind.V, StateLayout.PER_COLUMN, 0)]
     return bool(before and after) and not needs_own_rows_only and (sums_columns(source) or sums_columns(target))
@@ -233,9 +231,7 @@ def last_update_rms(
     live: LiveBlock, *, state: Mapping[Tensor, State], param_groups: list[dict[str, Any]]
 ) -> float | None:
     """RMS of an unmatched block's last update, recomputed from its states; None if they do not determine it.
-
-    Synchronises with the device. If parameters are sharded, all ranks call it.
-    """
+    Synchronises with the device, and is a collective if parameters are sharded."""
     if live.unseeded:
         return live.previous_rms
     total, count = 0.0, 0
@@ -285,11 +281,8 @@ def migrate_block(
     before_first_step: bool,
     why: str,
 ) -> BlockMove:
-    """Replaces the live block of that name by `target`, which inherits its states and update RMS.
-
-    `before_first_step`: no step was taken yet. Old and new states are on the parameters' device together until this
-    returns, those of host-placed blocks too. Synchronises with the device.
-    """
+    """Replaces the live block of that name by `target`, which inherits its states and update RMS. Old and new states,
+    those of host-placed blocks too, are on the parameters' device together until this returns."""
     source = registry.live[target.block.name]
     bytes_before = registry.block_bytes(source)
     has_own_target = registry.has_own_target(source)  # its RMS says nothing of AdamW's

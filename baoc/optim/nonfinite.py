@@ -27,18 +27,15 @@ MAX_NAMED = 8  # parameters that a message lists, worst first: after a loss of N
 
 
 class NonFiniteFilter:
-    """Checks the gradients of each step once, and remembers the elements that the step must exclude.
+    """Checks the gradients of each step once, and remembers the elements that the step must exclude. `policy`: of
+    POLICIES.
 
     Backends that exclude non-finite elements themselves (`StepUnit.self_excluding`) are only asked for their counts:
     under `skip_element` some steps later, so that nobody waits for the device.
 
-    Args:
-        policy: One of POLICIES.
-
     Attributes:
-        vote: Gets whether this process found non-finite elements, and returns whether any process did. It is called
-            once in each `check` and `mask` of a policy that skips or raises, whatever was found, so that processes may
-            ask each other.
+        vote: Whether this process found non-finite elements -> whether any did. Processes may ask each other in it: it
+            is called once in each `check` and `mask` of a policy that skips or raises, whatever was found.
     """
 
     # Of the class, because optimizers that were pickled by earlier versions have none.
@@ -116,8 +113,7 @@ class NonFiniteFilter:
     def _find(
         self, unit: StepUnit, *, step: int, params: Mapping[Tensor, str], backends: Sequence[Backend]
     ) -> int | None:
-        """Masks the gradients of `params`, and lets `backends` mark theirs. Returns the number of non-finite elements;
-        None if only the device knows it."""
+        """Masks the gradients of `params`, lets `backends` mark theirs; returns how many elements, as `mask` does."""
         counts = self._mask(params) if params else {}
         for backend in backends:
             backend.mark()
@@ -148,8 +144,8 @@ class NonFiniteFilter:
 
     @contextmanager
     def keep_checked_through_casts(self) -> Iterator[None]:
-        """Inside, weights may change their type. Gradients are cast with them, which makes them other tensors; those
-        that were checked still count as checked."""
+        """Inside, weights may change their type, and gradients with them. Those that were checked still count as
+        checked."""
         checked = [param for param in self._checked_grads if self._was_checked(param)]
         yield
         self._checked_grads |= {param: TensorWeakRef(param.grad) for param in checked if param.grad is not None}

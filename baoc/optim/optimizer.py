@@ -58,9 +58,9 @@ class BlockwiseOptimizer(Optimizer):
         optimizer = BlockwiseOptimizer(model, {"head.weight": "adamw", "head.bias": "adamw", "body": "lion_int8"}, ...)
 
     `adamw_int8+split8` is AdamW with 8-bit states and bf16 weights that have an 8-bit correction; `python run.py --list
-    specs` prints the bytes of every spec's state. State is allocated here, for trainable parameters only. A
-    weights format other than native makes the parameters bf16 here, so run the model in bf16 or under bf16 autocast;
-    `export_weights` returns fp32, and moving a block back to native weights restores them.
+    specs` prints the bytes of every spec's state. Building it allocates the state of trainable parameters, and makes
+    those bf16 whose spec has another weights format than native: run the model in bf16 or under bf16 autocast.
+    `export_weights` returns fp32, and native weights are restored when a block moves back to them.
     `lr`, `betas`, `eps` and `weight_decay` are those of `torch.optim.AdamW`.
 
     Args:
@@ -154,10 +154,8 @@ class BlockwiseOptimizer(Optimizer):
         return self._registry
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Late parameters run the spec given for all, else fp32 AdamW.
-
-        Raises BadInputError or InfeasibleBudgetError, with nothing added, if they cannot.
-        """
+        """As torch's. Late parameters run the spec given for all, else fp32 AdamW. Raises BadInputError or
+        InfeasibleBudgetError, with nothing added, if they cannot."""
         if self._registry is not None:
             param_group = self._named_from_network(param_group)
             (param_group,) = groups.to_groups([param_group], existing=self.param_groups)
@@ -220,10 +218,8 @@ class BlockwiseOptimizer(Optimizer):
     # -- stepping -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. A closure is run once, with gradients enabled, and its result returned.
-
-        With gradient release backward has stepped most blocks; this steps the others and ends the step.
-        """
+        """One step. A closure is run once, with gradients enabled, and its result returned. With gradient release this
+        steps the blocks that backward has not, and ends the step."""
         if torch.compiler.is_dynamo_compiling():  # a caller's torch.compile: the step is no graph of torch's operators
             return self._uncompiled_step(closure)
         # torch's wrapper, which calls hooks and labels profiles, costs 15 us of the host; training subscribes to
@@ -338,18 +334,13 @@ class BlockwiseOptimizer(Optimizer):
         self._update_unseeded()
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """`with optimizer.last_backward(): loss.backward()` lets backward step host-placed blocks already.
-
-        Use it for the last backward before `step`, and only if nothing clips, unscales or drops gradients between the
-        two.
-        """
+        """`with optimizer.last_backward(): loss.backward()` lets backward step host-placed blocks already. Use it for
+        the last one before `step`, if nothing clips, unscales or drops gradients between the two."""
         return self.overlap.last_backward()
 
     def options(self) -> list[Options]:
         """Settings of a step: one `Options` per parameter group, then one per entry of `BlockRegistry.tuned_options`.
-
-        Raises BadInputError for a value outside AdamW's range, which a schedule may have set.
-        """
+        Raises BadInputError for a value outside AdamW's range, which a schedule may have set."""
         options = []
         for group in self.param_groups:
             lr, betas, eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
@@ -371,12 +362,12 @@ class BlockwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def mask_nonfinite(self) -> int | None:
-        """Zeroes non-finite gradient elements and returns their number. To be called before clipping.
+        """Zeroes non-finite gradient elements before clipping, and returns their number. The coming step, which would
+        check gradients itself otherwise, treats them as `nonfinite` says.
 
-        The coming step treats them as `nonfinite` says. Without this call the step checks gradients itself. The fused
-        backend does not wait for the device, so this returns None. It marks the elements by -0.0, which scaling and
-        clamping keep: add nothing to these gradients afterwards. With gradient release backward has masked; this then
-        steps the blocks of which some parameters have no gradient.
+        The fused backend does not wait for the device, so this returns None. It marks the elements by -0.0, which
+        scaling and clamping keep: add nothing to these gradients afterwards. With gradient release backward has masked;
+        this then steps the blocks of which some parameters have no gradient.
         """
         _refuse_capture()
         self.registry.set_local_gradients()
@@ -544,8 +535,7 @@ class BlockwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def to_adamw_state_dict(self) -> dict[str, Any]:
-        """A state dict that torch.optim.AdamW over the same groups loads; states that a rule does not keep are
-        inferred."""
+        """A state dict for torch.optim.AdamW over the same groups; states that a rule does not keep are inferred."""
         return checkpoint.to_adamw(self.registry, param_groups=self.param_groups)
 
     @torch.no_grad()
@@ -568,10 +558,8 @@ class BlockwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Sets parameters by name to fp32 (or other) values, in the weights format of their blocks. Others stay.
-
-        Raises BadInputError for an unknown name or another shape, with nothing changed.
-        """
+        """Sets parameters by name to fp32 (or other) values, in the weights format of their blocks. Raises
+        BadInputError for an unknown name or another shape, with nothing changed."""
         params, registry = groups.named_params(self.param_groups), self.registry
         for name, value in values.items():
             if name not in params:

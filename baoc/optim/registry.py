@@ -238,8 +238,8 @@ class BlockRegistry:
             shown[key] = value.detach().to(slot.param.device, copy=True) if isinstance(value, Tensor) else value
 
     def restart_absent(self, torch_state: dict[Tensor, State]) -> None:
-        """Starts the states afresh that were taken out of `Optimizer.state`, cleared or replaced by {}, or of which a
-        new one has none."""
+        """Starts states afresh that were taken out of `Optimizer.state`, cleared or replaced by {}, or are not in a new
+        one."""
 
         def is_absent(slot: Slot) -> bool:
             state = torch_state.get(slot.group_param)
@@ -268,11 +268,8 @@ class BlockRegistry:
             torch_state.touched = not all(isinstance(state, LiveState) for state in torch_state.values())
 
     def init_match(self, live: LiveBlock, *, rms: float | None = None) -> None:
-        """Gives a matched block its matching state, whose own RMS is not measured yet.
-
-        Args:
-            rms: AdamW's update RMS on the block, if it is known.
-        """
+        """Gives a matched block its matching state, whose own RMS is not measured yet. `rms`: AdamW's, if it is
+        known."""
         if live.matched and live.slots:
             target = matching.UNAVERAGED_TARGET if self.has_own_target(live) else rms or matching.DEFAULT_TARGET
             live.match = new_match(target, device=live.slots[0].param.device)
@@ -294,11 +291,9 @@ class BlockRegistry:
         param_groups: list[dict[str, Any]],
         specs: Mapping[str, str] | None = None,
     ) -> None:
-        """Gives states to parameters that the plan does not have: each becomes a block of its own.
-
-        They run the spec that `specs` (by parameter name) has for them, else the one that was given for all blocks,
-        else LATE_SPEC. Raises BadInputError, with nothing changed, if one cannot be optimized or cannot run its spec.
-        """
+        """Makes each parameter that the plan does not have a block of its own. It runs the spec that `specs` (by
+        parameter name) has for it, else the one given for all blocks, else LATE_SPEC. Raises BadInputError, with
+        nothing changed, if one cannot be optimized or cannot run its spec."""
         params = groups.named_params(param_groups)
         late: list[tuple[ParamInfo, Block, OptimizerSpec]] = []
         for info in infos:
@@ -415,8 +410,8 @@ class BlockRegistry:
         self.refresh(param_groups)
 
     def move_states(self) -> None:
-        """Moves states to their parameters' device, after the model or the states were moved. Raises BadInputError if
-        parameters were sharded after the optimizer was built."""
+        """Moves states to their parameters' device, after either was moved. Raises BadInputError if parameters were
+        sharded after the optimizer was built."""
         for param, name in self.names.items():
             refuse_shard(param, name=name)
             if is_sharded(param) and param not in self.local_params:
@@ -456,8 +451,7 @@ class BlockRegistry:
         return unit
 
     def regroup(self, groups: Sequence[tuple[str, ...]]) -> None:
-        """From now on backward steps the blocks of each group together. Drops the present backward units, because step
-        counts are views of the newest unit's."""
+        """From now on backward steps the blocks of each group together, in new units, whose step counts states show."""
         self._save_nonfinite_counts()
         self._backward_units = {}
         self.step_groups = {name: group for group in groups for name in group}
@@ -477,10 +471,8 @@ class BlockRegistry:
     # -- gradients of sharded parameters ----------------------------------------------------------------------------
 
     def set_local_gradients(self) -> None:
-        """Gives local parameters the gradients of their sharded ones, and the data of those that were moved.
-
-        Each pass goes over all tensors with one C function: this runs in every step, and the device waits meanwhile.
-        """
+        """Gives local parameters the gradients of their sharded ones, and the data of those that were moved. Each pass
+        goes over all tensors with one C function, because the device waits meanwhile."""
         local_params = [local for local, _ in self.local_params.values()]
         shards = list(map(_LOCAL_TENSOR, self.local_params))
         if list(map(_DATA_PTR, shards)) != list(map(_DATA_PTR, local_params)):
@@ -499,10 +491,8 @@ class BlockRegistry:
     # -- corrections of split weights -------------------------------------------------------------------------------
 
     def drop_stale_corrections(self, *, step_begins: bool = False) -> None:
-        """Zeroes the corrections of split weights that were overwritten since their checksum was taken.
-
-        `step_begins`: forgets the checksums too, because the step changes the weights.
-        """
+        """Zeroes the corrections of split weights that were overwritten since their checksum was taken. `step_begins`:
+        a step changes the weights, so checksums are forgotten too."""
         if not self.may_be_overwritten:
             return
         for slot in (slot for live in self.live.values() for slot in live.slots):
@@ -510,12 +500,9 @@ class BlockRegistry:
         self.may_be_overwritten = not step_begins
 
     def checksum_weights(self) -> None:
-        """Takes checksums of split weights before others may write to them, so that the next step knows which were
-        overwritten.
-
-        Before the first step, after a migration and after loading it does nothing: the checksums were taken with the
-        corrections, and the weights that belong to a checkpoint's corrections may be loaded later.
-        """
+        """Takes checksums of split weights before others may write to them, for the next step to tell which were
+        overwritten. Before the first step, after a migration and after loading there are those taken with
+        corrections."""
         if self.may_be_overwritten:
             return
         for slot in (slot for live in self.live.values() for slot in live.slots):
@@ -543,10 +530,8 @@ class BlockRegistry:
         return sorted(blocks, key=lambda live: max(order.get(slot.param, last) for slot in live.slots))
 
     def reorder_host_blocks(self, params: Sequence[Tensor]) -> None:
-        """Orders host-placed blocks by when their gradients are final: in the order of `params`.
-
-        In another order a buffer would wait for a late block, and blocks that overtake it would be fetched again.
-        """
+        """Orders host-placed blocks by when their gradients are final, the order of `params`: in another one a buffer
+        would wait for a late block, and blocks that overtake it would be fetched again."""
         before = self.host_blocks()
         self._gradient_order = {param: index for index, param in enumerate(params)}
         if self.host_blocks() != before:
@@ -570,8 +555,8 @@ class BlockRegistry:
 
     @contextmanager
     def states_on_device(self, live: LiveBlock, *, write_back: bool = True) -> Iterator[None]:
-        """Inside, a host-placed block's states are on its parameters' device; `write_back` copies them to the host
-        at the end. States that were replaced inside are left alone."""
+        """Inside, a host-placed block's states are on its parameters' device; `write_back` copies those that were not
+        replaced back to the host."""
         if not live.on_host:
             yield
             return
@@ -622,8 +607,7 @@ class BlockRegistry:
     # -- copies ----------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the states out: the optimizer puts them back into the copy by `adopt`. Raises BadInputError if
-        parameters are sharded."""
+        """Leaves the states out, which `adopt` puts into the copy. Raises BadInputError if parameters are sharded."""
         if self.local_params:
             raise refusal("sharded_copy")
         self.drop_backends()
@@ -639,7 +623,7 @@ class BlockRegistry:
 
 def check_new_blocks(lives: Sequence[LiveBlock], *, device: torch.device | None = None) -> None:
     """Raises BadInputError if blocks cannot keep their weights or be host-placed as their specs say, or host memory is
-    short. `device`: where parameters will be, if they are not there yet."""
+    short. `device`: where parameters will be."""
     refuse_casts(lives)
     refuse_averages(lives)
     host_blocks = transfer_order(lives)

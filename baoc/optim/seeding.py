@@ -23,7 +23,7 @@ ELEMENTS_PER_CHUNK = 2**22  # of a gradient, that are squared at a time
 
 
 def temporary_bytes(params: Iterable[Tensor]) -> int:
-    """The most bytes that `seed` takes beside the states, for the largest parameter: v in fp32, up to 3.6 times as much
+    """The most bytes that `seed` takes beside the states: v of the largest parameter in fp32, up to 3.6 times as much
     to encode it (4 bits, measured at 6 and 33 million elements), and a chunk."""
     numel = max((local_shard(param).numel() for param in params), default=0)
     return 4 * (5 * numel + 3 * min(numel, ELEMENTS_PER_CHUNK))
@@ -66,8 +66,8 @@ def _initialise(
 
 
 def _mean_squares(grad: Tensor, *, slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean squares of each stored line of a matrix, those of each stored column over the lines of all ranks, whether
-    any element is not 0). Both are the mean of all elements of a vector. Leaves out non-finite elements."""
+    """(mean squares of each stored line of a matrix, those of each stored column over all ranks, any element is not 0),
+    of finite elements. Both are the mean of all elements of a vector."""
     length = 1 if slot.matrix is None else slot.matrix[0 if slot.info.transposed else 1]
     stored = grad.reshape(-1, length)
     line_means = torch.empty(len(stored), dtype=torch.float32, device=grad.device)

@@ -38,11 +38,8 @@ def local_shard(tensor: Any) -> Tensor:
 
 
 def unsharded(param: Any) -> Tensor:
-    """All rows of a parameter or state; a tensor that is not sharded itself.
-
-    All ranks gather a DTensor, on the mesh's device and as bytes, because not every communication library takes every
-    type.
-    """
+    """All rows of a parameter or state; a tensor that is not sharded itself. Ranks gather a DTensor as bytes, because
+    not every communication library takes every type."""
     if not is_sharded(param):
         return param
     local_bytes = local_shard(param.detach()).contiguous().unsqueeze(-1).view(torch.uint8)
@@ -136,10 +133,8 @@ class Shard:
         return unsharded(self.as_dtensor(value, shape=tuple(self.param.shape)))
 
     def as_dtensor(self, value: Tensor, *, shape: Sequence[int]) -> Any:
-        """`value`, this rank's rows of a state, as a DTensor of `shape` that is sharded like the parameter.
-
-        It shares the memory, and a state on the host stays there, as fully_shard does with what it offloads.
-        """
+        """`value`, this rank's rows of a state, as a DTensor of `shape` that is sharded like the parameter, in the same
+        memory, on the host too."""
         rows, device = value.reshape(-1, *shape[1:]), self.param.device_mesh.device_type
         if rows.device.type == device:
             return _dtensor(rows, like=self.param, shape=shape)
@@ -174,9 +169,7 @@ def warm_up_communicator(device: torch.device) -> None:
 
 def check_codec_groups(info: ParamInfo, *, states: Mapping[str, tuple[int, int]], shard: Shard, spec: str) -> None:
     """Raises BadInputError if rows of a state are no whole groups of its codec and ranks do not share NUM_ROW_PARTS.
-
-    `states`: state -> (its elements on all ranks, elements of a group).
-    """
+    `states`: state -> (its elements on all ranks, elements of a group)."""
     rows, size = max(shard.param.shape[0], 1), shard.group.size
     in_parts = any(numel % (rows * group_size) for numel, group_size in states.values())
     if in_parts and NUM_ROW_PARTS % size:  # else a rank's rows are some of these parts, of which checkpoints are made

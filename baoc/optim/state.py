@@ -69,8 +69,8 @@ class LiveState(State):
     __setitem__, __ior__, update = map(_writing, ("__setitem__", "__ior__", "update"))
 
     def clear(self) -> None:
-        """Lets the next step start the state afresh, as an empty one of torch's optimizers does. Its tensors stay until
-        then, and who writes to it before takes that back."""
+        """Lets the next step start the state afresh, as an empty one of torch's does, unless it is written to
+        before."""
         self.is_cleared = True
         LiveState.num_cleared += 1
 
@@ -289,12 +289,8 @@ def slot_with_spec(slot: Slot, *, spec: OptimizerSpec, tuned: BlockTuning | None
 
 
 def unsharded_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True, device: str = "meta") -> Slot:
-    """A slot under `spec` for all rows of the parameter.
-
-    Args:
-        sharded: Whether states have the codecs that they have on a parameter that is sharded.
-        device: Where the placeholder of a sharded parameter is.
-    """
+    """A slot under `spec` for all rows of the parameter, with a placeholder on `device` if it is sharded. `sharded`:
+    with the codecs that states have on a sharded parameter."""
     info, param = slot.info, slot.param
     if slot.shard is not None:
         assert info.whole is not None
@@ -311,8 +307,8 @@ def per_column_keys(slot: Slot) -> set[str]:
 
 
 def row_first_shape(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
-    """The shape of a state with the parameter's rows as first dimension, or NUM_ROW_PARTS parts of all rows if rows do
-    not hold whole groups of the codec."""
+    """The shape of a state with the parameter's rows as first dimension, or NUM_ROW_PARTS where codecs' groups cut
+    rows."""
     numel = prod(shape)
     if not shape or shape[0] == rows or not rows:
         return shape
@@ -320,10 +316,8 @@ def row_first_shape(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
 
 
 def checkpoint_state(slot: Slot, state: State, *, spec: OptimizerSpec) -> State:
-    """A parameter's state as a checkpoint has it. States of a sharded parameter are DTensors with the parameter's rows.
-
-    All ranks have the same keys, ranks without rows too. A state per column is a plain tensor, the same on all ranks.
-    """
+    """A parameter's state as a checkpoint has it: with the same keys on all ranks, those of a sharded parameter as
+    DTensors with its rows. A state per column is a plain tensor, the same on all ranks."""
     if slot.shard is None:
         return {key: with_own_storage(state[key]) for key in slot.keys}
     rows, unsharded_like = slot.shard.param.shape[0], unsharded_slot(slot, spec=spec)
@@ -356,10 +350,8 @@ def _state_tensor(key: str, tensor: Tensor) -> StateTensor:
 
 @torch.inference_mode(False)  # inference tensors could never be stepped
 def allocate(slots: Sequence[Slot], *, at_home: bool = True) -> list[State]:
-    """The states of a block's parameters before its first step: zeros in one slab, or one per device.
-
-    `at_home`: where they are kept between steps; if False, on the parameters' devices.
-    """
+    """The states of a block's parameters before its first step: zeros in one slab per device, which are those where
+    they are kept between steps (`at_home`) or those of the parameters."""
     devices = [slot.state_device if at_home else slot.param.device for slot in slots]
     sizes: dict[torch.device, int] = {}
     for slot, device in zip(slots, devices, strict=True):
@@ -411,10 +403,8 @@ def pack_states(slots: Sequence[Slot], states: Sequence[State]) -> list[State]:
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor whose storage is no larger than itself, so that no slab is saved or copied with it.
-
-    A copy if the device allows no such tensor.
-    """
+    """The same memory as a tensor whose storage is no larger than itself, so that no slab is saved or copied with it; a
+    copy if the device allows no such tensor."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if tensor.device.type == "cpu" and tensor.is_pinned():  # from_dlpack takes pinned memory for a GPU's

@@ -54,10 +54,8 @@ def refuse_sparse(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def refuse_zero() -> None:
-    """Raises BadInputError if ZeroRedundancyOptimizer is building an optimizer of its share of the parameters.
-
-    It passes them as plain groups, so that only the call stack shows who builds.
-    """
+    """Raises BadInputError if ZeroRedundancyOptimizer is building an optimizer of its share of the parameters, which
+    only the call stack shows."""
     module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
@@ -71,11 +69,10 @@ def refuse_zero() -> None:
 
 def refuse_casts(lives: Iterable[LiveBlock]) -> None:
     """Raises BadInputError if changing a parameter's type would lose hooks on its gradient, such as those of
-    DistributedDataParallel.
+    DistributedDataParallel: its data then get a new AccumulateGrad node.
 
-    A parameter gets a new AccumulateGrad node when its data change type, and hooks on the old node are lost. Python's
-    hooks can be counted. Those of DistributedDataParallel cannot, so its instances are searched for. A node that is
-    kept does not prove hooks, as a live graph keeps it too.
+    Python's hooks can be counted. Those of DistributedDataParallel cannot, so its instances are searched for. A node
+    that is kept does not prove hooks, as a live graph keeps it too.
     """
     cast = [(live, slot) for live in lives for slot in live.slots if _dtype_of(slot) is not slot.param.dtype]
     kept_nodes = [(live, slot) for live, slot in cast if slot.param.requires_grad and _is_kept(slot.param)]
@@ -125,10 +122,8 @@ _may_exist: list[bool] = [True]  # whether an AveragedModel may be alive; one ma
 
 
 def _averaged_networks() -> list[nn.Module]:
-    """Networks inside existing AveragedModels.
-
-    Searching all objects takes as long as building an optimizer. So it is done once for those that are older than this
-    module, and then only after one was built."""
+    """Networks inside existing AveragedModels. Searching all objects takes as long as building an optimizer, so it is
+    done once for those older than this module, and then only after one was built."""
     if not _may_exist[0]:
         return []
     networks = [model.module for model in live_instances(AveragedModel) if hasattr(model, "module")]

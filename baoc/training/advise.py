@@ -75,8 +75,7 @@ class Advice:
         return self.recomputed
 
     def optimizer(self, params: Any = None, **options: Any) -> BaocOptimizer:
-        """Builds the BaocOptimizer for this micro-batch; call `recompute` before. `params`: the network (None), or its
-        groups. `options` are those of BaocOptimizer."""
+        """Builds the BaocOptimizer for this micro-batch, of the network or its groups; call `recompute` before."""
         defaults: dict[str, Any] = {"budget": self.budget, "probe": self.probe, "settings": self.settings}
         defaults |= {"model": self.model, "pretrained": self.settings.planner.family is None}
         return BaocOptimizer(self.model if params is None else params, **{**defaults, **options})

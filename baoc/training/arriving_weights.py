@@ -68,12 +68,11 @@ def on_device_as_bf16(
     budget: Budget,
     context_bytes: int = 0,
 ) -> Iterator[None]:
-    """Inside, `module` is on `device`, with bf16 values in the parameters `bf16_params`; the exact values are on the
-    host.
+    """Inside, `module` is on `device`, with bf16 values in `bf16_params`, whose exact values are on the host.
+    Afterwards these are back on the host; all others stay on the device.
 
-    Afterwards `bf16_params` are back on the host; all others stay on the device. If bf16 exceeds the cap too, the
-    module moves without the cap, so that the planner can still name a budget that would fit. Raises
-    InfeasibleBudgetError if the device itself has no room.
+    If bf16 exceeds the cap too, the module moves without the cap, so that the planner can still name a budget that
+    would fit. Raises InfeasibleBudgetError if the device itself has no room.
     """
     with ExitStack() as stack:
 
@@ -112,10 +111,10 @@ def move_to_host(params: Mapping[str, Tensor]) -> None:
 
 
 class ArrivedWeights:
-    """Native copies, in CPU memory, of the parameters that the plan keeps in bf16; made on construction.
+    """Native copies, in CPU memory, of the parameters that the plan keeps in bf16, made on construction for a resume
+    from another plan, under which some are native.
 
-    They serve a resume whose checkpoint has another plan, under which some of these are native again. The copies are
-    what the module and callbacks left in the model between loading and training, which may differ from the file (weight
+    They are of what module and callbacks left in the model after loading, which may differ from the file (weight
     averages swap places with current weights). Call `note_versions` when the optimizer has been built.
     """
 

@@ -62,12 +62,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Least:
-    """The least memory budget that a refusal named: later runs of this step are refused below it, and fit from it on.
+    """The least memory budget that a refusal named: later runs of this step are refused below it, and fit from it on,
+    although another process measures the same step a few of the allocator's pages larger or smaller.
 
-    Another process measures the same step up to a few of the allocator's pages larger or smaller. `footprint` was
-    measured within the named budget, with `recomputed` layers. `entry`: the decision within it, with the options that
-    were refused; None where none were searched. Nothing is kept of a loop whose module is not known, of one after
-    something was compiled in its process, and of fully_shard. Of several ranks the first keeps and reads it.
+    `footprint` was measured within the named budget, with `recomputed` layers. `entry`: the decision within it, with
+    the options that were refused; None where none were searched. Nothing is kept of a loop whose module is not known,
+    of one after something was compiled in its process, and of fully_shard. Of several ranks the first keeps and reads
+    it.
     """
 
     num_bytes: int
@@ -76,11 +77,8 @@ class Least:
     entry: Entry | None = None
 
     def is_of(self, measured: Footprint) -> bool:
-        """True if a footprint of this process is of the same step, a page of each size more or less.
-
-        What was named counts for no other step, and no key holds all that a step does: a helper's code, a flag of the
-        network. Processes that measured the same step were 17.5 MB apart at most.
-        """
+        """True if a footprint of this process is of the same step, a page of each size more or less: no key holds all
+        that a step does, such as a helper's code. Processes that measured the same step were 17.5 MB apart at most."""
         now, then = (
             replace(footprint, profile_bytes=0, profile_temporary_bytes=0).peak_bytes(state_bytes=0)
             for footprint in (measured, self.footprint)
@@ -121,8 +119,7 @@ def least_key_of_step(
 def key_of(
     config: RunConfig, *, network: nn.Module, batches: Sequence[Any], budget: Budget, device: torch.device
 ) -> dict[str, Any]:
-    """Everything that a decision rests on, as plain values. `batches`: of training and validation; their shapes
-    count."""
+    """Everything that a decision rests on, as plain values: of the `batches` their shapes."""
     settings = to_plain(config)
     settings = {key: value for key, value in settings.items() if key not in _RUN}
     settings["trainer"] = {key: value for key, value in settings["trainer"].items() if key not in _TRAINER}
@@ -163,11 +160,8 @@ def _surroundings(device: torch.device) -> dict[str, Any]:
 
 
 def _code_of_layers(network: nn.Module) -> dict[str, str]:
-    """SHA-256 of the files that define the network's layers, by module name.
-
-    Without those of torch and BAOC, which the key has otherwise, and without the files that these import. Of a script
-    that is run, which may say the budget too, it is the text of each class.
-    """
+    """SHA-256 of the files that define the network's layers, by module name, but for torch's and BAOC's, which the key
+    has otherwise. Of a script that is run, which may say the budget too, it is the text of each class."""
     kinds = {type(layer) for layer in network.modules()}
     names = sorted({kind.__module__ for kind in kinds} - {"__main__"})
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}

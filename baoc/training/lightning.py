@@ -170,19 +170,20 @@ class BudgetedStrategy(Strategy):
     def _join_ranks(self) -> None:
         """Sets `ranks`."""
 
+    @property
+    def _module(self) -> L.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     def evaluator(self) -> SingleDeviceStrategy:
         """A strategy for a Trainer that evaluates the module in this process after a fit."""
         return SingleDeviceStrategy(self.root_device)
 
     def model_to_device(self) -> None:
         """Moves the module to the device, unless native weights exceed the budget: then they wait in CPU memory for a
-        plan.
-
-        A pass without training converts weights to bf16 where that loses nothing; raises InfeasibleBudgetError if that
-        is not enough.
-        """
-        module = self.lightning_module
-        assert module is not None
+        plan. A pass without training makes weights bf16 where that loses nothing, and raises InfeasibleBudgetError if
+        that is not enough."""
+        module = self._module
         fits = module.trainer.state.fn == TrainerFn.FITTING
         if fits:
             self._weights_between_fits.begin_fit(module)
@@ -205,8 +206,7 @@ class BudgetedStrategy(Strategy):
     @in_own_words
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Plans, and replaces the user's optimizers by BlockwiseOptimizers; groups and schedulers stay."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         self._refuse_unsupported(trainer)
         if averaging := averaging_callbacks(trainer):
             self.settings = without_bf16(self.settings, because=averaging)
@@ -263,8 +263,7 @@ class BudgetedStrategy(Strategy):
 
     def _plan_automatic(self, trainer: L.Trainer, optimizer: Optimizer, *, settings: SessionSettings) -> Reallocator:
         """Measures a step, plans, and builds the optimizer; the module is on its device afterwards."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         named = dict(module.named_parameters())
         check_same_on_ranks(shared_by_ranks(groups=optimizer.param_groups), among=self.ranks)
         probe = self.ranks.run_or_raise_on_all(lambda: Probe(trainer, self))
@@ -315,8 +314,7 @@ class BudgetedStrategy(Strategy):
     def _session(
         self, optimizer: Optimizer, *, params: Mapping[str, torch.nn.Parameter], settings: SessionSettings
     ) -> Session:
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         return Session(
             largest_shards(describe(module, optimizer_groups=optimizer.param_groups), params=params),
             params=params,
@@ -350,10 +348,8 @@ class BudgetedStrategy(Strategy):
     def _plan_manual(
         self, module: L.LightningModule, optimizers: Sequence[Optimizer], *, settings: SessionSettings
     ) -> list[Reallocator]:
-        """Plans and builds the optimizers of a module that steps them itself, whose step cannot run before training.
-
-        A state budget is the same share of each; a memory budget is planned for after all have stepped once.
-        """
+        """Plans and builds the optimizers of a module that steps them itself, whose step cannot run before training. A
+        state budget is the same share of each; a memory budget is planned for after all have stepped once."""
         step_time, released = self.budget.step_time, settings.release is not False
         if step_time is not None or released or self._weights_on_host:
             limit = "a budget below the weights in full" if step_time is None else f"budget.step_time={step_time:g}"
@@ -394,11 +390,8 @@ class BudgetedStrategy(Strategy):
         """Raises BadInputError for a Trainer or a module that this strategy does not train."""
 
     def teardown(self) -> None:
-        """Ends a fit: weights and states leave the device, and later backward passes step nothing.
-
-        Backends hold references to weights and states, so they go first. Else a validation that follows would not find
-        the room that the weights had.
-        """
+        """Ends a fit: weights and states leave the device, and later backward passes step nothing. Backends, which
+        refer to both, go first: a validation that follows needs the room."""
         self._end_first_step()
         if self._unmeasured_step is not None:
             self._unmeasured_step.close()
@@ -432,10 +425,8 @@ class BudgetedStrategy(Strategy):
 
     @property
     def budget_met(self) -> bool | None:
-        """True if the limit on memory or state holds so far; None without such a limit, or if no peak is known.
-
-        On a CPU a peak is known of the first step only, whatever later batches hold.
-        """
+        """True if the limit on memory or state holds so far; None without such a limit, or if no peak is known. On a
+        CPU a peak is known of the first step only, whatever later batches hold."""
         verdicts = [narrator.budget_met for narrator in self.narrators]
         return None if None in verdicts or not verdicts else all(verdicts)
 
@@ -523,10 +514,8 @@ class BudgetedStrategy(Strategy):
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Adopts the saved allocation if it meets the budget, then loads the states, converted where specs differ.
-
-        A checkpoint of torch.optim.AdamW is loaded too: its moments are converted to the plan in force.
-        """
+        """Adopts the saved allocation if it meets the budget, then loads the states, those of torch.optim.AdamW too,
+        converted where specs differ."""
         saved: Sequence[Mapping[str, Any]] = checkpoint["optimizer_states"]
         if len(saved) != len(self.reallocators):
             raise CheckpointError(
@@ -587,36 +576,15 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
         budget: str | int | float | Mapping[str, Any] | Budget = "auto",
         *,
         device: str = "auto",
-        settings: SessionSettings | None = None,
-        recipe: RecipeLike | None = None,
-        checkpointing: bool | int | Literal["auto"] | None = None,
-        pretrained: bool | None = None,
-        latency: LatencyTable | None = None,
-        plan_only: bool = False,
-        record_latency: bool = False,
-        verbose: bool = True,
-        **others: Any,
+        **settings: Any,
     ):
         refuse_several_processes("strategy")
-        check_arguments(
-            others, BaocStrategy, BudgetedStrategy, also=("accelerator", "checkpoint_io", "precision_plugin")
-        )
+        also = ("accelerator", "checkpoint_io", "precision_plugin")
+        check_arguments(settings, BaocStrategy, BudgetedStrategy, also=also)
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
-        super().__init__(
-            budget,
-            device=named.get(device, device),
-            settings=settings,
-            recipe=recipe,
-            checkpointing=checkpointing,
-            pretrained=pretrained,
-            latency=latency,
-            plan_only=plan_only,
-            record_latency=record_latency,
-            verbose=verbose,
-            **others,
-        )
+        super().__init__(budget, device=named.get(device, device), **settings)
         self._device_choice = device
 
     def setup_environment(self) -> None:
@@ -646,8 +614,7 @@ class RanksStrategy(BudgetedStrategy):
         warm_up_communicator(self.root_device)
 
     def setup(self, trainer: L.Trainer) -> None:
-        assert self.lightning_module is not None
-        params = dict(self.lightning_module.named_parameters())
+        params = dict(self._module.named_parameters())
         given = shared_by_ranks(params=params, settings=self.settings, budget=self.budget.name)
         check_same_on_ranks(given, among=self.ranks)
         super().setup(trainer)
@@ -688,8 +655,7 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
         self._first_since_wrapped = False
 
     def configure_ddp(self) -> None:
-        """Does nothing: Lightning calls this before there is a plan, which may change weights. See
-        `setup_optimizers`."""
+        """Does nothing, as Lightning calls this before there is a plan, which may change weights."""
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -704,22 +670,17 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
         self._first_since_wrapped = True
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        """Builds DistributedDataParallel on the stream that trains.
-
-        Lightning uses another stream, whose memory no other one can use: the first bucket, of all gradients together,
-        would stay reserved there when DDP rebuilds its buckets.
-        """
+        """Builds DistributedDataParallel on the stream that trains. On Lightning's own the first bucket, of all
+        gradients together, would stay reserved when DDP rebuilds its buckets."""
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @contextmanager
     def _rewrap_around_migration(self, casts: bool) -> Iterator[None]:
-        """Rebuilds DistributedDataParallel around a migration that changes the type of weights, as its buckets hold
-        their gradients."""
+        """Rebuilds DistributedDataParallel, whose buckets hold gradients, where a migration changes weights' types."""
         wrapped = isinstance(self.model, DistributedDataParallel) and casts
         if wrapped:
-            assert self.lightning_module is not None
-            self.lightning_module.zero_grad(set_to_none=True)  # views of its buckets
-            self.model = self.lightning_module
+            self._module.zero_grad(set_to_none=True)  # views of its buckets
+            self.model = self._module
             gc.collect()  # it is in cycles, and its hooks go with it
         try:
             yield
@@ -728,8 +689,8 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
                 self._wrap()
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's step. After the first one DDP rebuilds its buckets in the order in which gradients came, so the
-        gradients, the last references to the old buckets, are freed."""
+        """Lightning's step. DDP rebuilds its buckets after the first one, so gradients, which hold the old, are
+        freed."""
         out = super().optimizer_step(optimizer, *args, **kwargs)
         if self._first_since_wrapped:
             self._first_since_wrapped = False
@@ -738,8 +699,7 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state as on one device. Raises TrainingFailedError if weights differ between ranks."""
-        assert self.lightning_module is not None
-        check_equal_on_ranks(checksum(self.lightning_module.parameters()), what="weights", among=self.ranks)
+        check_equal_on_ranks(checksum(self._module.parameters()), what="weights", among=self.ranks)
         return super().optimizer_state(optimizer)
 
 

@@ -248,11 +248,7 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     @property
     def budget_met(self) -> bool | None:
-        """True if the limit on memory or state holds so far; None without such a limit, or if no peak is known.
-
-        On a CPU a peak is known of the first step only, whatever later batches hold, and of none if another optimizer
-        has a memory budget too.
-        """
+        """As BaocStrategy's. On a CPU no peak is known if another optimizer has a memory budget too."""
         return self.narrator.budget_met
 
     def summary(self) -> str:
@@ -278,8 +274,7 @@ class BaocOptimizer(BlockwiseOptimizer):
             self._changed = self.reallocator.load_state_dict(online, blocks=state_dict.get("blocks"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state as torch does, and reports what was planned or converted anew for another budget or other
-        blocks."""
+        """Loads a state as torch does, and reports what was planned or converted anew."""
         self._changed: list[str] | None = None
         super().load_state_dict(state_dict)
         if self._changed is not None and self.load_report is not None:
@@ -370,16 +365,12 @@ def _warn_of_copies(optimizer: Any) -> None:
 
 
 def measure_and_plan(session: Session, probe: CallerProbe) -> None:
-    """Measures and plans; if the plan keeps bf16 weights, runs the probe with them too, so that it fails now if it can.
-
-    Layers accept bf16 weights under bf16 autocast only, which the probe has to enter; raises BadInputError if it does
-    not.
-    """
+    """Measures and plans; if the plan keeps bf16 weights, runs the probe with them too, so that it fails now if it can:
+    layers accept them under bf16 autocast only. Raises BadInputError if the probe does not enter that."""
     try:
         session.measure(probe)
-        if any(
-            SPECS[base].weights != "native" for base in map(device_spec_name, session.plan.allocation.choices.values())
-        ):
+        chosen = map(device_spec_name, session.plan.allocation.choices.values())
+        if any(SPECS[name].weights != "native" for name in chosen):
             with cast_to_bf16(session.bf16_params, module=session.module):
                 probe.footprint(context_bytes=session.context_bytes, released=session.released)
     except RuntimeError as error:
@@ -412,10 +403,8 @@ def with_network(
 
 
 def network_of(params: Iterable[Tensor], *, largest: bool = False) -> nn.Module | None:
-    """The smallest module that lives and has all of these parameters, or the largest; None where there is none.
-
-    `model.parameters()` says neither names nor layers, by which roles, measured recipes and checkpoints go.
-    """
+    """The smallest (or largest) live module that has all of these parameters; None where there is none. Names and
+    layers, by which roles, measured recipes and checkpoints go, are not in `model.parameters()`."""
     wanted = set(map(id, params))
     built = [module for module in live_instances(nn.Module) if "_modules" in module.__dict__]  # by nn.Module.__init__
     found = [module for module in built if wanted <= set(map(id, module.parameters()))]
@@ -425,8 +414,8 @@ def network_of(params: Iterable[Tensor], *, largest: bool = False) -> nn.Module 
 def name_parameters(params: Any, *, model: nn.Module | None = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Any spelling of parameters -> trainable ones by name, and groups of (name, parameter) pairs, frozen ones too.
 
-    Names are those that `model` has for them. Without it, plain parameters are named `param0`, `param1`, ... in order.
-    Raises BadInputError where nothing is trainable, where two are called the same, and where one is not the model's.
+    Names are the `model`'s; without it, plain parameters are named `param0`, `param1`, ... in order. Raises
+    BadInputError where nothing is trainable, where two are called the same, and where one is not the model's.
     """
     names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     groups = [dict(group) for group in raw_groups(params)]

@@ -56,7 +56,7 @@ class _Decision:
     accepted: bool
     why: str
     risk_before: float
-    drops_gradients: bool
+    fit: _MigrationFit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +143,7 @@ class Reallocator:
         self._late_step: LateStep | None = None  # the measurement that is running
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: without the profiler, whose buffers are views of each other, what belongs to the loop, and the
-        optimizer, which whoever copies replaces by its copy."""
+        """For copies: without what belongs to the loop, the optimizer, and the profiler, whose buffers are views."""
         left_out: dict[str, Any] = {"profiler": None, "optimizer": None, "network": None, "_late_step": None}
         left_out |= {"listeners": [], "peak_listeners": [], "siblings": ()}
         left_out |= {"memory_phase": nullcontext, "around_migration": nullcontext}
@@ -207,22 +206,17 @@ class Reallocator:
     # -- a decision by gradient statistics ------------------------------------------------------------------------
 
     def decide(self) -> Reallocation:
-        """Proposes by the gradient statistics, and migrates if that lowers the risk.
-
-        Any lower risk is accepted: the states are young, so migrating costs little, and the rest of the run gains.
-        """
+        """Proposes by the gradient statistics, and migrates if that lowers the risk by anything: states are young, so
+        migrating costs little, and the rest of the run gains."""
         decision = self.ranks.broadcast_result(
             self._decide_by_profile, for_others=lambda d: replace(d, proposal=_with_chosen_candidates(d.proposal))
         )
         self.last_decision, self.profile = self.step, decision.profile
-        if decision.drops_gradients:
+        if decision.fit.drops_gradients:
             self.optimizer.zero_grad(set_to_none=True)
+        trigger, accepted, why = self.settings.mode, decision.accepted, decision.why
         event = self._apply(
-            decision.proposal,
-            trigger=self.settings.mode,
-            accepted=decision.accepted,
-            why=decision.why,
-            risk_before=decision.risk_before,
+            decision.proposal, trigger=trigger, accepted=accepted, why=why, risk_before=decision.risk_before
         )
         self._stop_observing()
         self._notify(event)
@@ -252,12 +246,7 @@ class Reallocator:
             fit = self._migration_fit(proposal, memory=self.planner.budget.memory_bytes)
             accepted, why = not fit.blocked_by, fit.blocked_by or change
         return _Decision(
-            profile=profile,
-            proposal=proposal,
-            accepted=accepted,
-            why=why,
-            risk_before=risk_before,
-            drops_gradients=fit.drops_gradients,
+            profile=profile, proposal=proposal, accepted=accepted, why=why, risk_before=risk_before, fit=fit
         )
 
     # -- limits that change ---------------------------------------------------------------------------------------
@@ -300,12 +289,9 @@ class Reallocator:
             if not stays:
                 proposal = self.planner.propose(profile=self.profile)
             else:
+                choices, gap = plan.allocation.choices, plan.allocation.gap
                 proposal = self.planner.resume_plan(
-                    plan.allocation.choices,
-                    seen_to_fit=True,
-                    risk=plan.risk_model,
-                    profile=self.profile,
-                    gap=plan.allocation.gap,
+                    choices, seen_to_fit=True, risk=plan.risk_model, profile=self.profile, gap=gap
                 )
             same = dict(proposal.allocation.choices) == dict(plan.allocation.choices)
             return replace(proposal, basis=plan.basis) if same and not _is_provisional(plan) else proposal
@@ -331,10 +317,8 @@ class Reallocator:
     # -- migration ------------------------------------------------------------------------------------------------
 
     def _migration_fit(self, proposal: Plan, *, memory: int | None) -> _MigrationFit:
-        """Whether the device stays within `memory` bytes while blocks migrate.
-
-        If room is short, gradients go first: they have been used, and the next backward pass makes new ones.
-        """
+        """Whether the device stays within `memory` bytes while blocks migrate. If room is short, gradients go first, as
+        they have been used."""
         predicted = migration_peak(self.planner, current=self.plan, target=proposal)
         if predicted is None or memory is None or predicted.peak_bytes <= memory:
             return _MigrationFit()
@@ -577,8 +561,7 @@ class Reallocator:
         self._saved_state_bytes = saved.state_bytes
         if saved.last_decision:
             self._stop_observing()
-        planned = saved.planned
-        if planned is None:
+        if (planned := saved.planned) is None:
             planned = saved.choices != dict(self.planner.least_state_plan().allocation.choices)
         self.continues_saved_plan = self.step > 0 and planned and not changes
         runs_on = self.step > 0 and planned and dict(plan.allocation.choices) == saved.choices
@@ -617,10 +600,8 @@ class Reallocator:
         return [f"what ran at {before.text} goes on at {self._ran_at.text}"]
 
     def report_resume(self, moves: Sequence[BlockMove], *, notes: Sequence[str]) -> None:
-        """Notifies listeners of a resume that changed something.
-
-        `moves`: conversions that loading the optimizer made, to the plan in force. `notes`: see `load_state_dict`.
-        """
+        """Notifies listeners of a resume that changed something: by `moves`, the conversions that loading the optimizer
+        made, or by what the `notes` of `load_state_dict` say."""
         if not moves and not notes:
             return
         state_bytes = self.optimizer.state_bytes()
@@ -676,9 +657,7 @@ def _with_saved_tuning(plan: Plan, saved: _Saved) -> Plan:
     tuning = saved.tuning  # None in checkpoints of earlier versions
     if tuning is None or plan.basis is None or plan.basis.by == "recipe":
         return plan
-    if dict(plan.allocation.choices) != saved.choices:
-        return plan
-    if tuning == (tuning_of(plan) or Tuning()):
+    if dict(plan.allocation.choices) != saved.choices or tuning == (tuning_of(plan) or Tuning()):
         return plan
     text = f"{AS_SAVED}, at {tuning.text}"
     return replace(plan, basis=Basis(by=plan.basis.by, text=text, lr=tuning.lr, betas=tuning.betas))

@@ -29,8 +29,7 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
     """The checkpoint that `resume` names. `auto` searches this run's folder, then its siblings and those of other days.
 
     If the run has trained in this folder before, as a requeued job has, only this folder is searched: a sibling may be
-    another point of a sweep, or have ended. If it has no intact checkpoint, the run starts anew. The root of the file
-    system is not searched.
+    another point of a sweep, or have ended. Without an intact checkpoint the run starts anew.
     """
     if config.resume is None:
         return None
@@ -52,10 +51,8 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
 
 
 def check_contents(content: Mapping[str, Any]) -> None:
-    """Raises CheckpointError, whose text follows a file's name, unless a run can go on from what a checkpoint holds.
-
-    Lightning restores weights before it looks for states and loops, and starts afresh whatever is not there.
-    """
+    """Raises CheckpointError, whose text follows a file's name, unless a run can go on from what a checkpoint holds:
+    else Lightning starts afresh whatever is not there."""
     for key, is_right, wanted in _CONTENTS:
         if key not in content:
             raise CheckpointError(f"lacks {key!r}, so it is damaged or was not written by a run of ours")
@@ -134,11 +131,8 @@ _CONTENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def check_resume(
     config: RunConfig, *, checkpoint: Path, run_dir: Path, sources: Mapping[str, str] | None = None
 ) -> None:
-    """Refuses to resume a finished run. Prints the optimizer settings that stay those of the checkpoint, and which of
-    `sources` have changed since.
-
-    A run of this folder that was killed between its last step and its end is not finished: it lacks its result.
-    """
+    """Refuses to resume a finished run, but not one of this folder that lacks its result. Prints the optimizer settings
+    that stay the checkpoint's, and which of `sources` have changed since."""
     content = load_checked(checkpoint)
     step, end = content.get("global_step", 0), config.trainer.max_steps
     has_ended = all((run_dir / name).is_file() for name in (RESULT, FRONTIER))
@@ -182,11 +176,8 @@ def decision_of(source: Option | RunConfig) -> dict[str, Any]:
 
 
 def saved_decision(config: RunConfig, *, checkpoint: Path | None) -> dict[str, Any]:
-    """The decision of a checkpoint's run, which a resumed run keeps.
-
-    Empty if there is none, or if `config` asks for another value or batch: then a message says so, and the run decides
-    anew. Raises BadInputError if the file is damaged.
-    """
+    """The decision of a checkpoint's run, which a resumed run keeps. Empty if there is none, or if `config` asks for
+    another value or batch, which a message says. Raises BadInputError if the file is damaged."""
     if checkpoint is None:
         return {}
     path = checkpoint.parent.parent / DECISION

@@ -153,11 +153,7 @@ def decide_together(
     group: Ranks,
     run_dir: Path,
 ) -> SearchResult:
-    """Decides how each rank's share of the batch is run, for all ranks.
-
-    Rank 0 decides on its device, and the others adopt the result. Under fully_shard all ranks decide together, on the
-    sharded network.
-    """
+    """Decides how each rank's share of the batch is run: rank 0 for all, or under fully_shard all together."""
     size = config.trainer.devices
     share = replace(config, batch_size=config.batch_size // size, trainer=replace(config.trainer, devices=1))
     decide_share = partial(decide, task=task, data=data, device=device, settings=settings, run_dir=run_dir)
@@ -190,8 +186,7 @@ def write_planned(config: RunConfig, *, parts: Parts, task: Task, data: DataModu
 
 
 def quieten() -> None:
-    """Silences warnings of Lightning and torch that do not concern a run: tips, a renamed class, advice on logging per
-    epoch, and warnings about ranks that do not apply."""
+    """Silences warnings of Lightning and torch that do not concern a run."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"The number of training batches \(\d+\) is smaller than the logging")
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
@@ -257,10 +252,8 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
 
 
 def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, Any]:
-    """The options of a data set, with `tokenizer=model` replaced by the stored network's tokenizer.
-
-    Raises BadInputError if there is no stored network, or for bytes if it has a tokenizer.
-    """
+    """The options of a data set, with `tokenizer=model` replaced by the stored network's. Raises BadInputError if there
+    is no stored network, or for bytes if it has a tokenizer."""
     given, stored = options.get("tokenizer"), config.model.pretrained
     needs_pretrained = family_of(config.model.name).needs_pretrained
     if given == MODEL_TOKENIZER and stored is None:
@@ -268,12 +261,8 @@ def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, An
             "dataset.tokenizer=model is the one that is stored beside model.pretrained, which is not given: name it, "
             "or a tokenizer"
         )
-    if (
-        given == "bytes"
-        and needs_pretrained
-        and stored is not None
-        and (Path(stored).expanduser() / "tokenizer.json").is_file()
-    ):
+    has_own = needs_pretrained and stored is not None and (Path(stored).expanduser() / "tokenizer.json").is_file()
+    if given == "bytes" and has_own:
         raise BadInputError(
             f"dataset.tokenizer=bytes cuts text into bytes, and {stored} has a tokenizer of its own: set "
             "dataset.tokenizer=model"
@@ -386,10 +375,8 @@ def unsharded_weights(task: Task) -> dict[str, torch.Tensor]:
 
 
 def export(task: Task, *, parts: Parts, folder: Path, unsharded: Mapping[str, torch.Tensor]) -> None:
-    """Writes the network as its library loads it, in float32 even if the optimizer keeps bf16 weights.
-
-    `unsharded`: see `unsharded_weights`. They take precedence, as the result's quality is that of averaged weights.
-    """
+    """Writes the network as its library loads it, in float32 even if the optimizer keeps bf16 weights. The result's
+    quality is that of the weights in `unsharded`, see `unsharded_weights`."""
     assert parts.strategy.reallocator is not None
     task.zero_grad(set_to_none=True)  # to make room for float32 copies
     weights = {name: value.to("cpu", torch.float32) for name, value in unsharded.items()}
@@ -400,10 +387,8 @@ def export(task: Task, *, parts: Parts, folder: Path, unsharded: Mapping[str, to
 
 
 def write_result(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
-    """Writes result.json, the run's frontier and W&B's summary, and prints the result.
-
-    Raises BudgetBreachedError if the run held more than its budget.
-    """
+    """Writes result.json, the run's frontier and W&B's summary, and prints the result. Raises BudgetBreachedError if
+    the run held more than its budget."""
     files.write_json(run_dir / "result.json", result)
     parts.recorder.concluded(result)
     from baoc.frontier.build import write_frontier

@@ -10,7 +10,7 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -154,10 +154,7 @@ class Session:
         task = getattr(module, "task_family", None)  # of `baoc.tasks.base.Task`
         if task is not None:
             settings = replace(settings, planner=replace(settings.planner, task=task))
-        declared = None if module is None else declared_blocks(module)
-        if declared is not None:
-            own = {block: [name for name in names if name in params] for block, names in declared.items()}
-            declared = {block: names for block, names in own.items() if names}
+        declared = None if module is None else declared_blocks(module, among=params)
         planner = blocks_of_choice(settings.planner, params=self.infos, declared=declared)
         settings = replace(settings, planner=planner)
         self.budget, self.settings, self.betas, self.device = budget, settings, betas, device
@@ -311,11 +308,7 @@ class Session:
 
     def search_resharding(self, replan: Callable[[], None], resharding: Resharding) -> None:
         """Plans with reshard_after_forward; without it if a memory budget then holds a plan as good, with no more
-        recomputed layers.
-
-        Layers that stay unsharded are measured only if a plan fits beside their bytes by calculation: after a step of
-        fully_shard that runs out of memory in its middle, later steps may fail too.
-        """
+        recomputed layers. That is measured only if a plan fits by calculation, see `confirms`."""
 
         def plan_with(reshards: bool) -> tuple[float, int]:
             """Risk of the plan, and its number of recomputed layers if that is searched."""
@@ -357,10 +350,8 @@ class Session:
         self.layers_summary = f"recomputed layers {number} of {num_layers}"
 
     def set_recomputed_layers(self) -> None:
-        """Sets the number of recomputed layers that the settings have.
-
-        Raises BadInputError if the module has fewer layers or none, and for "auto", which needs a measurer.
-        """
+        """Sets the number of recomputed layers that the settings have. Raises BadInputError if the module has fewer or
+        none, and for "auto", which needs a measurer."""
         number = self.settings.checkpointing
         if number is None:
             return
@@ -557,10 +548,8 @@ class Session:
         return replace(footprint, context_bytes=now)
 
     def known_or_measured(self, measured: Footprint, *, known: Footprint) -> Footprint:
-        """`known` if `measured` exceeds it by no more than PAGES_BYTES, else `measured`.
-
-        A context that has grown counts in the excess alone: the cap goes by the present one, so the budget holds.
-        """
+        """`known` if `measured` exceeds it by no more than PAGES_BYTES, else `measured`. A context that has grown
+        counts in the excess alone: the cap goes by the present one, so the budget holds."""
         excess = measured.peak_bytes(state_bytes=0) - known.peak_bytes(state_bytes=0)
         return known if excess <= PAGES_BYTES else measured
 
@@ -592,10 +581,8 @@ class Session:
         return None
 
     def _time(self, measurer: Measurer, needed: set[str], *, given: LatencyTable | None = None) -> LatencyTable:
-        """The table of the slowest rank, as the others wait for it, relabelled with this rank's device.
-
-        `needed`: specs to time. `given`: a table with the seconds of everything else.
-        """
+        """The table of the slowest rank, for which the others wait, relabelled with this rank's device. `needed`: specs
+        to time. `given`: a table with the seconds of everything else."""
         specs = list(self.settings.planner.all_specs.values())
         trained = [param for param in self.params.values() if param.requires_grad]
         max_s = LIMITED_TIMING_S if self.budget.step_time is not None else RECORDED_TIMING_S
@@ -635,10 +622,8 @@ class Session:
         )
 
     def _propose(self, measurer: Measurer | None, footprint: Footprint | None, *, budget: Budget) -> None:
-        """Sets planner, profiler and plan.
-
-        The chosen specs are timed if their seconds were assumed so far; under a limit on time it then plans again.
-        """
+        """Sets planner, profiler and plan. Chosen specs are timed if their seconds were assumed so far; under a limit
+        on time it then plans again."""
         planner = self.planner_for(footprint, budget=budget)
         profiler = self._profiler_with_room(planner)
         plan = self.ranks.broadcast_result(planner.propose)
@@ -657,8 +642,8 @@ class Session:
         self.planner, self.profiler, self.plan = planner, profiler, plan
 
     def _profiler_with_room(self, planner: Planner) -> GradientProfiler | None:
-        """The profiler. If the device has no room for it, raises InfeasibleBudgetError with the profiler's bytes
-        counted, or OutOfMemoryError if a plan would fit by calculation."""
+        """The profiler. Without room for it, raises InfeasibleBudgetError with its bytes counted, else
+        OutOfMemoryError."""
         make = partial(make_profiler, planner, self.params, settings=self.settings, betas=self.betas)
         with suppress(torch.OutOfMemoryError):
             return self.ranks.run_or_raise_on_all(lambda: make(ranks=self.ranks))
@@ -703,11 +688,8 @@ class Session:
     def start(
         self, groups: Sequence[dict[str, Any]], *, defaults: Mapping[str, Any], device: torch.device | None = None
     ) -> Reallocator:
-        """The optimizer on this plan, attached to what will reallocate it, which holds both.
-
-        `groups` are the user's, with (name, parameter) pairs; `defaults` are lr, betas, eps and weight_decay; `device`
-        is where the optimizer is to bring parameters that wait elsewhere.
-        """
+        """The optimizer on this plan, attached to what will reallocate it, which holds both. `groups` have (name,
+        parameter) pairs, `defaults` are AdamW's; parameters that wait elsewhere come to `device`."""
         optimizer = BlockwiseOptimizer(groups, **self.arguments(), device=device, **defaults)
         optimizer.network = None if self.module is None else weakref.ref(self.module)
         reallocator = self.reallocator(optimizer)
@@ -719,10 +701,8 @@ class Session:
 
 
 def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None, **overrides: Any) -> SessionSettings:
-    """The settings with those `overrides` that are not None, and with the recipe in place of the allocator.
-
-    Raises BadInputError if `settings` is of another class.
-    """
+    """The settings with the `overrides` that are not None, and the recipe in place of the allocator. Raises
+    BadInputError if `settings` is of another class."""
     if not isinstance(settings, SessionSettings):
         raise BadInputError(f"settings is a {type(settings).__name__}: give SessionSettings of baoc.training.session")
     settings = replace(settings, **{key: value for key, value in overrides.items() if value is not None})
@@ -736,10 +716,8 @@ def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None, **overr
 def without_scratch_measurements(
     settings: SessionSettings, *, network: nn.Module | None, pretrained: bool | None
 ) -> SessionSettings:
-    """Drops `planner.family`, whose measurements are of training from scratch, if the weights are pretrained.
-
-    `pretrained=None`: decided from the network.
-    """
+    """Drops `planner.family`, whose measurements are of training from scratch, if the weights are `pretrained` (None:
+    as the network says)."""
     require(pretrained is None or isinstance(pretrained, bool), "pretrained", pretrained, "True, False or None")
     if pretrained is None:
         pretrained = network is not None and bool(pretrained_reason(network))
@@ -794,24 +772,24 @@ def refuse_sharded(
         raise refusal("sharded_budget", budget=budget.name, why="a step has to be measured before training")
 
 
-def declared_blocks(module: nn.Module) -> dict[str, list[str]] | None:
-    """Blocks that the module declares by `parameter_blocks()`, or the network in its `model` or `net` does; names are
-    those of the module."""
+def declared_blocks(module: nn.Module, *, among: Collection[str]) -> dict[str, list[str]] | None:
+    """Blocks that the module declares by `parameter_blocks()`, or the network in its `model` or `net` does, by the
+    module's names, as far as these are `among` those given."""
     children = ((f"{name}.", getattr(module, name, None)) for name in ("model", "net", "network"))
     inner = ((prefix, child) for prefix, child in children if isinstance(child, nn.Module))
     for prefix, declares in (*inner, ("", module)):
         blocks: Any = getattr(declares, "parameter_blocks", None)
         if blocks is not None:
-            return {block: [prefix + name for name in names] for block, names in blocks().items()}
+            own = {
+                block: [prefix + name for name in names if prefix + name in among] for block, names in blocks().items()
+            }
+            return {block: names for block, names in own.items() if names}
     return None
 
 
 def warn_of_large_ties(infos: Sequence[ParamInfo], *, params: Mapping[str, Tensor], plan: Plan) -> None:
-    """Warns of a tied embedding whose weights begin with an RMS above LARGE_TIE / sqrt(width).
-
-    Only plans with measured learning rates are concerned. These were measured on networks that begin small; with large
-    ties logits begin saturated, and training at these rates ended worse than at AdamW's.
-    """
+    """Warns of a tied embedding whose weights begin with an RMS above LARGE_TIE / sqrt(width), under a plan with
+    learning rates that were measured on networks which begin small: training ended worse than at AdamW's rate."""
     if plan.basis is None or not any(multiple > 1 for multiple in (plan.basis.lr or {}).values()):
         return
     for info in infos:
@@ -854,18 +832,15 @@ def make_profiler(
 
 
 def needs_confirmation(device: torch.device, refusal: InfeasibleBudgetError, *, sharded: bool) -> bool:
-    """True if a run with the budget that a memory refusal names may need other bytes.
-
-    Under a cap torch's allocator reserves less for the same step, and the refusal may rest on a measurement without the
-    cap, or with bf16 weights.
-    """
+    """True if a run with the budget that a memory refusal names may need other bytes: under a cap torch's allocator
+    reserves less, and the refusal may rest on a measurement without the cap, or with bf16 weights."""
     other_limit = refusal.least_step_s is not None or refusal.least_host_bytes is not None
     return confirms(device, sharded=sharded) and refusal.budget_bytes > 0 and not other_limit
 
 
 def confirms(device: torch.device, *, sharded: bool = False) -> bool:
-    """True if refusals on this device are confirmed. Elsewhere bytes are counted, the same in each process. Under
-    fully_shard a step that runs out of memory in its middle may spoil later ones."""
+    """True if refusals on this device are confirmed. Elsewhere bytes are counted, the same in each process; after a
+    step of fully_shard that runs out of memory in its middle, later steps may fail too."""
     return device.type == "cuda" and not sharded
 
 

@@ -110,8 +110,8 @@ def assemble_trainer(
 ) -> Parts:
     """Builds Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener.
 
-    `latency`: seconds of a step that the micro-batch decision or the resumed run measured. `sources`: hashes that
-    checkpoints keep. Raises BadInputError for a trainer.strategy on one device.
+    `latency`: of the micro-batch decision or the resumed run. `sources`: hashes that checkpoints keep. Raises
+    BadInputError for a trainer.strategy on one device.
     """
     recorder = Recorder(run_dir)
     memory = MemoryMonitor(config.budget, every_step=bool(os.environ.get(TRACK_EVERY_STEP)))
@@ -130,8 +130,9 @@ def assemble_trainer(
         track=memory.track,
         vote=vote,
     )
-    make = partial(BaocStrategy, device=device) if ranks() is SINGLE_PROCESS else BaocDDPStrategy
-    if ranks() is SINGLE_PROCESS and config.trainer.strategy != "auto":
+    alone = ranks() is SINGLE_PROCESS
+    make = partial(BaocStrategy, device=device) if alone else BaocDDPStrategy
+    if alone and config.trainer.strategy != "auto":
         raise BadInputError(
             f"trainer.strategy={config.trainer.strategy} is of several devices: set trainer.devices=N, or leave it out"
         )

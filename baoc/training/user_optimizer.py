@@ -36,8 +36,7 @@ ROUNDED_ROWS = "*+bf16_sr"
 def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers returned") -> dict[str, Any]:
     """lr, betas, eps and weight_decay of the user's AdamW (or Adam without weight decay), as our optimizer's defaults.
 
-    Raises BadInputError for any other optimizer, and for amsgrad and maximize. `said` begins the message: how the
-    optimizer was given.
+    Raises BadInputError for any other optimizer, for amsgrad and for maximize; the message begins with `said`.
     """
     groups = optimizer.param_groups
     decays = any(group.get("weight_decay", 0) for group in groups)
@@ -93,8 +92,8 @@ def check_arguments(given: Iterable[str], *doors: Callable[..., object], also: I
 
 
 def check_switches(switches: Mapping[str, Any], *, door: Callable[..., object]) -> None:
-    """Logs that arguments of torch's AdamW which choose an implementation have no effect. Raises BadInputError for
-    unknown ones and those that change the arithmetic."""
+    """Logs which arguments of torch's AdamW have no effect. Raises BadInputError for unknown ones and those that change
+    the arithmetic."""
     check_arguments(switches, door, also=(*sorted(IMPLEMENTATION_KEYS), *REFUSED_KEYS))
     for key, value in switches.items():
         if value and (key in REFUSED_KEYS or key == "differentiable"):
@@ -105,10 +104,8 @@ def check_switches(switches: Mapping[str, Any], *, door: Callable[..., object]) 
 
 
 def named_groups(optimizer: Optimizer, module: nn.Module) -> list[dict[str, Any]]:
-    """The user's parameter groups with (name, parameter) pairs; every other key as it is. Tied parameters come once.
-
-    Raises BadInputError for a parameter that is not the module's.
-    """
+    """The user's parameter groups with (name, parameter) pairs, tied ones once; every other key as it is. Raises
+    BadInputError for a parameter that is not the module's."""
     names = {id(param): name for name, param in module.named_parameters()}
     groups = []
     for group in groups_of(optimizer):
@@ -130,10 +127,8 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def count_steps_for_schedulers(optimizer: Optimizer) -> None:
-    """Lets `optimizer.step` note its calls, as torch's schedulers arrange for the optimizer that they are built on.
-
-    Without it, schedulers that are rebound to the optimizer warn that its step was overridden.
-    """
+    """Lets `optimizer.step` note its calls, as torch's schedulers do to the one that they are built on. Without it,
+    schedulers that are rebound to the optimizer warn that its step was overridden."""
     plain, me = type(optimizer).step, weakref.ref(optimizer)
 
     @wraps(plain)
@@ -156,12 +151,11 @@ def rebind_schedulers(schedulers: Sequence[Any], *, old: Optimizer, new: Optimiz
 
 
 def widened(settings: SessionSettings, *, device: str, budget: Budget, precision: str) -> SessionSettings:
-    """Adds `*+split8` to an open catalogue where a memory budget on CUDA can use it. Others keep native weights'
-    results.
+    """Adds `*+split8` to an open catalogue where a memory budget on CUDA can use it: such weights save as much as a
+    32-bit moment, and layers accept them under bf16 autocast or in a bf16 model.
 
     An open catalogue is `*`, or `*` with `*@streamed`, which gets `*+split8@streamed` too. Stochastically rounded
-    weights are offered only to the measured choice, which takes them last. 16-bit weights with a correction save as
-    much as a 32-bit moment. Layers accept them under bf16 autocast or in a bf16 model.
+    weights are offered only to the measured choice, which takes them last.
     """
     fitting = device == "cuda" and budget.memory_bytes is not None and precision in ("bf16-mixed", "bf16-true")
     more = {("*",): (SPLIT_ROWS,), ("*", "*@streamed"): (SPLIT_ROWS, f"{SPLIT_ROWS}@streamed")}.get(
@@ -186,10 +180,8 @@ def averaging_callbacks(trainer: L.Trainer) -> list[str]:
 
 
 def without_bf16(settings: SessionSettings, *, because: Sequence[str]) -> SessionSettings:
-    """The settings without specs that keep bf16 weights, as averages of weights would miss their corrections.
-
-    Raises BadInputError if a recipe or an allocator asks for such specs.
-    """
+    """The settings without specs that keep bf16 weights, whose corrections averages of weights would miss. Raises
+    BadInputError if a recipe or an allocator asks for such specs."""
     planner = settings.planner
     rows, narrow = planner.all_specs, [spec.name for spec in bf16_weight_specs(planner)]
     only = ALLOCATORS[planner.allocator].traits.only_spec

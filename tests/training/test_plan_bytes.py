@@ -167,7 +167,7 @@ def test_no_number_of_recomputed_layers_takes_more_than_none_and_all_predict(nam
     task, data = build(resolved, run_dir=tmp_path, device="cpu")
     batch = next(iter(data.make_train_loader(limit=None)))
     trials = MicroBatchRunner(task, batch=batch, val_batch=None, device=torch.device("cpu"), precision="32-true")
-    blocks = partition(describe(task), declared=declared_blocks(task))
+    blocks = partition(describe(task), declared=declared_blocks(task, among=dict(task.named_parameters())))
     measured = {}
     for number in range(len(recomputable_layers(task.model)) + 1):
         set_recomputed(task.model, number, name=name)

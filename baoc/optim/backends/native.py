@@ -191,11 +191,8 @@ class _Unit:
     # -- update RMS matching, as the eager backend does it --------------------------------------------------------
 
     def _match(self, inputs: StepInputs) -> None:
-        """Sets the factor of every tensor. It depends on the update's norm, so the step is run without storing first.
-
-        Updates of signs have an RMS of at most 1, so their factor depends on it only if the block nearly stood still
-        before.
-        """
+        """Sets the factor of every tensor. It depends on the update's norm, so the step is run without storing first,
+        but for signs, unless the block nearly stood still before: their RMS is at most 1."""
         if self.rule.name in SIGNS and all(_sign_factor_is_known(block) for block in self.blocks):
             matches = {id(block): block.match.tolist() for block in self.blocks if block.match is not None}
             for table in self.tables:

@@ -11,16 +11,9 @@ from baoc.optim.offload.streams import Streams
 from baoc.optim.state import LiveBlock, State
 
 __all__ = [
-    "HostArena",
-    "StagingPipeline",
-    "Streams",
-    "build_pipelines",
-    "drop_stale_correction",
-    "fill_param",
-    "replace_params",
-    "transfer_order",
-    "weight_conversion_bytes",
-]
+    "HostArena", "StagingPipeline", "Streams", "build_pipelines", "drop_stale_correction", "fill_param",
+    "replace_params", "transfer_order", "weight_conversion_bytes",
+]  # fmt: skip
 
 
 def transfer_order(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
@@ -30,8 +23,7 @@ def transfer_order(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:
 
 
 def build_pipelines(blocks: Iterable[LiveBlock], *, home: dict[Tensor, State]) -> list[StagingPipeline]:
-    """One for each device of the `blocks`, which are in the order in which they are stepped. `home`: the registry's
-    states."""
+    """One for each device of the `blocks`, which are in the order of their steps. `home`: the registry's states."""
     by_device: dict[object, list[LiveBlock]] = {}
     for live in blocks:
         by_device.setdefault(live.slots[0].param.device, []).append(live)

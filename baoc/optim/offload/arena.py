@@ -33,11 +33,9 @@ class _Segment:
 
 
 class HostArena:
-    """Slabs of host-placed blocks in few segments of host memory: one, until blocks move.
-
-    When blocks leave a segment, its other slabs move to a new segment together with new slabs, and it is freed. So the
-    arena holds exactly the bytes of its slabs. During such a move the moved slabs exist twice.
-    """
+    """Slabs of host-placed blocks in few segments of host memory, which hold exactly their bytes: one, until blocks
+    move. When blocks leave a segment, its other slabs move to a new one together with new slabs, existing twice
+    meanwhile."""
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
@@ -55,11 +53,8 @@ class HostArena:
     def gather(
         self, blocks: Iterable[LiveBlock], *, state: dict[Tensor, State], device: torch.device | None = None
     ) -> bool:
-        """Moves the blocks' slabs into the arena, in order. Returns True if any moved.
-
-        They are locked for `device`, by default that of the blocks' parameters, which may have moved. Raises
-        BadInputError if host memory is short.
-        """
+        """Moves the blocks' slabs into the arena, in order. Returns True if any moved. They are locked for `device`, by
+        default that of the blocks' parameters, which may have moved. Raises BadInputError if host memory is short."""
         blocks = list(blocks)
         slabs = [(live, slab_of(live, state)) for live in blocks if live.slab_bytes]
         used = {id(segment): 0 for segment in self._segments}
@@ -82,11 +77,8 @@ class HostArena:
         return bool(moving)
 
     def reserve(self, blocks: Sequence[LiveBlock], *, device: torch.device | None) -> dict[LiveBlock, list[State]]:
-        """Allocates the states of host-placed blocks in the arena before the first step, so that no copy ever exists.
-
-        `device`: that of their parameters, if they are still to be moved there. Nothing is allocated for parameters on
-        meta. Raises BadInputError if host memory is short.
-        """
+        """Allocates the states of host-placed blocks in the arena before the first step, so that no copy ever exists;
+        none for parameters on meta. `device`: where these are to be. Raises BadInputError if host memory is short."""
         blocks = [live for live in blocks if live.slab_bytes]
         device = device or next((live.slots[0].param.device for live in blocks), torch.device("meta"))
         if not blocks or device.type == "meta":

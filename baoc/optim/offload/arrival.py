@@ -15,17 +15,15 @@ from baoc.types import OptimizerSpec
 
 
 def weight_conversion_bytes(specs: Iterable[OptimizerSpec], *, device: str) -> int:
-    """Temporary bytes on a GPU while weights are converted to 16 bits, if some of `specs` keep them so.
-
-    0 elsewhere: host and device share memory there, and the fp32 weights count from the start.
-    """
+    """Temporary bytes on a GPU while weights are converted to 16 bits, if some of `specs` keep them so. Elsewhere host
+    and device share memory, and the fp32 weights count from the start."""
     converts = device.startswith("cuda") and any(spec.weights != "native" for spec in specs)
     return weights.CONVERSION_BYTES if converts else 0
 
 
 def replace_params(live: LiveBlock, *, device: torch.device | None) -> dict[Tensor, Tensor]:
-    """Gives parameters that are not on `device` new, unfilled data there. Returns parameter -> its values, which are
-    still where they were. None changes nothing."""
+    """Gives parameters that are not on `device` (None: all are) unfilled data there; returns parameter -> its old
+    values."""
     values: dict[Tensor, Tensor] = {}
     for slot in live.slots:
         if device is not None and slot.param.device != device:
@@ -50,11 +48,8 @@ def fill_param(slot: Slot, state: State, *, values: Tensor | None) -> None:
 @torch.no_grad()
 def drop_stale_correction(slot: Slot, state: State, *, step_begins: bool) -> None:
     """Zeroes the correction of weights that are not those it was split off, as when a model was loaded after its
-    optimizer was built.
-
-    Weights that were written back unchanged keep it. Checksums tell, and tensors' versions do not: writing to `.data`
-    changes none, and copies begin with others. `step_begins`: drops the checksum, because the step changes the weights.
-    """
+    optimizer was built. Checksums tell, and tensors' versions do not: writing to `.data` changes none, and copies begin
+    with others. `step_begins`: drops the checksum, because the step changes the weights."""
     if slot.weight_checksum is None or slot.param.dtype is not torch.bfloat16 or slot.param.is_meta:
         return  # `build_backends` refuses a parameter that was cast
     if weights.checksum(slot.param) != slot.weight_checksum:

@@ -118,10 +118,8 @@ class Piece:
 
 
 class StagingPipeline:
-    """The streamed blocks of one device in the order in which they are stepped, and their ring.
-
-    A piece always passes through the same range of the ring, so that its backend may keep the addresses.
-    """
+    """The streamed blocks of one device in the order in which they are stepped, and their ring. A piece always passes
+    through the same range of it, so that its backend may keep the addresses."""
 
     def __init__(
         self,
@@ -206,9 +204,8 @@ class StagingPipeline:
     def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
         """Runs `work`, which steps the piece's staged states, in its stream. Returns at once.
 
-        `releases`: the caller drops the gradients before the step is over, and their memory is not free until then. So
-        the host waits for the piece before the last one: else it would run ahead of the link until gradients fill the
-        device.
+        `releases`: the caller drops the gradients before the step is over, whose memory is not free until then. So the
+        host waits for the piece before the last one, not to run ahead of the link until gradients fill the device.
         """
         streams = self.streams
         if releases:

@@ -15,12 +15,11 @@ from baoc.optim.rules.matrix import as_matrix, from_matrix
 
 
 def orthogonalized(matrices: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The polar factor U V^T of each matrix U S V^T, approximated, in fp32.
+    """The polar factor U V^T of each matrix U S V^T, approximated, in fp32; that of zeros is zeros. `matrices` are
+    [..., rows, cols] and are not written to; stacking saves launches.
 
-    `matrices` are [..., rows, cols] and are not written to. Stacking matrices of one shape saves kernel launches. A
-    matrix of zeros stays zeros. `dtype` is that of the products. bf16 uses tensor cores and is off by 2 to 4 % in norm
-    where singular values lie within two decades; those below 1 % of the largest are lost in rounding and come out
-    smaller than 1.
+    `dtype` is that of the products. bf16 uses tensor cores and is off by 2 to 4 % in norm where singular values lie
+    within two decades; those below 1 % of the largest are lost in rounding and come out smaller than 1.
     """
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = (matrices if wide else matrices.mT).to(torch.float32)
