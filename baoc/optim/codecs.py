@@ -297,26 +297,8 @@ def _eighth(x: Tensor) -> Tensor:
 
 # -- the 4-bit codecs: two codes per byte, groups of 64 consecutive elements that share two bytes ----------------------
 #
-# Layout, the same for m and v. The payload is uint8[ceil(numel / 2)]: element 2i is the low nibble of byte i, element
-# 2i + 1 the high one; where numel is odd the last high nibble is 0. ".scale" has one number per 64 elements begun.
-# `lanes(phase)`, by element modulo 32, decides what rounds up, for m as for v: neighbouring 4-bit codes are further
-# apart than an average moves in a step, so rounded to nearest it would never fall again.
-#
-# root4, of m, ".scale" bf16, the group's largest |m| rounded up. A nibble is a signed code q in -7 ... 7 (two's
-# complement): m = scale q |q| / 49. Encoding, with y = 49 |m| / scale, low = min(floor(sqrt(y)), 6) and the threshold
-# t: |q| = low + (y - low^2 >= t (2 low + 1)), and 0 where y < 1/2, so that no element is more than doubled. The mean
-# over steps is the exact m, except for those.
-#
-# lattice4, of v, ".scale" int16, word = 4 top + k. Roots s = sqrt(v) are kept as powers of two whose exponents,
-# counted in eighths of an octave, are multiples of the unit u = 8 >> k, k in 0 ... 3. Code 0 is zero, code c in 1 ...
-# 15 is s = 2^((top - (15 - c) u) / 8). All groups of one k share one lattice, so a group whose top moves does not
-# round anew. Encoding, with e = 8 log2(s), hi and lo the largest and least e of the group's positive elements: k is
-# the largest in 0 ... 3 for which top - lo <= (limit + d) u, else 0; top = ceil(hi / u - d) u with d = 2^-9; limit is
-# 18, but 16 for k above that of the old word (with phase None there is no old word). c = floor(15 + (e
-# - top) / u + 1 - w(t)) within 1 ... 15, where w(t) = log(1 + t (r - 1)) / log(r), r = 2^(u / 4), keeps the mean of v;
-# without a phase, to nearest. So the range of a group is 1.75, 3.5, 7 or 14 octaves of s, and what lies below it (by
-# at most 4 units) is kept as its least code: such weights lag, and never run away. A group without a positive element
-# has word 0.
+# Layout and formulas: docs/methods.md#four-bits. `lanes(phase)` decides what rounds up for m as for v: neighbouring
+# 4-bit codes are further apart than an average moves in a step, so rounded to nearest it would never fall again.
 
 _LEAST = 0.5  # of y: a smaller |m| becomes 0
 _LARGEST_ROOT = 2.0**63  # of v; its square is finite in fp32

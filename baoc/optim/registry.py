@@ -36,15 +36,7 @@ from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching, weights
 from baoc.optim.backends import Backend, BackendChoice, StepUnit, build_backends, build_backward_backend
 from baoc.optim.nonfinite import new_nonfinite
-from baoc.optim.offload import (
-    HostArena,
-    StagingPipeline,
-    build_pipelines,
-    drop_stale_correction,
-    fill_param,
-    replace_params,
-    transfer_order,
-)
+from baoc.optim.offload import HostArena, StagingPipeline, build_pipelines, transfer_order
 from baoc.optim.rules import RULES
 from baoc.optim.shards import Shard, ShardGroup, check_codec_groups, is_sharded, local_shard, shard_of
 from baoc.optim.state import (
@@ -209,10 +201,14 @@ class BlockRegistry:
             device: Parameters elsewhere move there; None leaves them where they are.
             states: States that are allocated already, in the order of the block's slots.
         """
-        values = replace_params(live, device=device)
+        values: dict[Tensor, Tensor] = {}  # of parameters that move, which get unfilled data on the device
+        for slot in live.slots:
+            if device is not None and slot.param.device != device:
+                dtype = weights.dtype_of(slot.weights, info=slot.info)
+                values[slot.param] = weights.replace_data_(slot.param, dtype=dtype, device=device)
         for slot, state in zip(live.slots, states or allocate(live.slots), strict=True):
             self.set_state(slot, state)
-            fill_param(slot, state, values=values.pop(slot.param, None))
+            _fill_param(slot, state, values=values.pop(slot.param, None))  # so that those converted are freed
         self.may_be_overwritten = True
         self.init_match(live)
         self.live[live.block.name] = live
@@ -491,12 +487,19 @@ class BlockRegistry:
     # -- corrections of split weights -------------------------------------------------------------------------------
 
     def drop_stale_corrections(self, *, step_begins: bool = False) -> None:
-        """Zeroes the corrections of split weights that were overwritten since their checksum was taken. `step_begins`:
-        a step changes the weights, so checksums are forgotten too."""
+        """Zeroes the corrections of split weights that were overwritten since their checksum was taken (versions do not
+        tell: writing to `.data` changes none). `step_begins`: a step changes the weights, so checksums are forgotten
+        too."""
         if not self.may_be_overwritten:
             return
         for slot in (slot for live in self.live.values() for slot in live.slots):
-            drop_stale_correction(slot, self.state[slot.param], step_begins=step_begins)
+            if slot.weight_checksum is None or slot.param.dtype is not torch.bfloat16 or slot.param.is_meta:
+                continue  # `build_backends` refuses a parameter that was cast
+            if weights.checksum(slot.param) != slot.weight_checksum:
+                with torch.no_grad():
+                    self.state[slot.param][weights.CORRECTION].zero_()
+            if step_begins:
+                slot.weight_checksum = None
         self.may_be_overwritten = not step_begins
 
     def checksum_weights(self) -> None:
@@ -619,6 +622,19 @@ class BlockRegistry:
         for live in self.live.values():
             self.pack(live)
         self._gather_host_slabs()
+
+
+def _fill_param(slot: Slot, state: State, *, values: Tensor | None) -> None:
+    """Fills a parameter in its spec's weights format from `values`, or from its own if these are None."""
+    if slot.weights != "native":
+        if values is None:
+            dtype = weights.dtype_of(slot.weights, info=slot.info)
+            values = weights.replace_data_(slot.param, dtype=dtype, device=slot.param.device)
+        weights.store_in_pieces_(slot.param, state, values, weights=slot.weights, name=slot.name)
+        if weights.CORRECTION in state and not slot.param.is_meta:
+            slot.weight_checksum = weights.checksum(slot.param)
+    elif values is not None:
+        slot.param.detach().copy_(values)
 
 
 def check_new_blocks(lives: Sequence[LiveBlock], *, device: torch.device | None = None) -> None:

@@ -4,14 +4,14 @@ In formats other than native the parameter's data is bf16, and the model reads t
 weights: `master` returns them, and `store_` writes them back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from baoc.optim.codecs import BF16_MAX, add_lanes_, lanes
-from baoc.types import ParamInfo
+from baoc.types import OptimizerSpec, ParamInfo
 
 CORRECTION = "correction"  # key of the state
 SIXTEEN_BIT_DTYPES = (torch.bfloat16, torch.float16)
@@ -35,6 +35,13 @@ def rounding_seed(name: str, *, first: int = 0) -> int:
 def dtype_of(weights: str, *, info: ParamInfo) -> torch.dtype:
     """The type of the parameter's data; native weights have the type that the parameter came with."""
     return getattr(torch, info.dtype) if weights == "native" else torch.bfloat16
+
+
+def conversion_bytes(specs: Iterable[OptimizerSpec], *, device: str) -> int:
+    """Temporary bytes on a GPU while weights are converted to 16 bits, if some of `specs` keep them so. Elsewhere host
+    and device share memory, and the fp32 weights count from the start."""
+    converts = device.startswith("cuda") and any(spec.weights != "native" for spec in specs)
+    return CONVERSION_BYTES if converts else 0
 
 
 def master(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:

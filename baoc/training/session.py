@@ -34,8 +34,8 @@ from baoc.models.pretrained import pretrained_reason
 from baoc.models.switches import count_recomputed_layers, recomputable_layers, set_recomputed
 from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
-from baoc.optim.offload import weight_conversion_bytes
 from baoc.optim.shards import is_sharded, largest_shard, local_shard
+from baoc.optim.weights import conversion_bytes
 from baoc.parallel import SINGLE_PROCESS, Ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.budgeted import MEASURED, PlannerSettings, blocks_of_choice, may_use_host
@@ -529,7 +529,7 @@ class Session:
         return replace(
             footprint,
             step_temporary_bytes=temporaries | step_temporaries(matrix_specs, params=self.hidden or planned),
-            arrival_bytes=max(footprint.arrival_bytes, weight_conversion_bytes(specs, device=footprint.device)),
+            arrival_bytes=max(footprint.arrival_bytes, conversion_bytes(specs, device=footprint.device)),
         )
 
     def largest_on_ranks(self, footprint: Footprint) -> Footprint:

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baoc.errors import BadInputError
 from baoc.optim import weights
-from baoc.optim.offload import arrival
 from baoc.optim.registry import BlockRegistry
 from baoc.profiling import MemoryTracker
 from baoc.types import Footprint
@@ -86,11 +85,9 @@ def test_blocks_come_one_by_one_and_a_piece_at_a_time(spec: str, monkeypatch: py
         held, before = 2 * numel, before + 4 * host
     least = before + held + 3 * max(0, held - 4 * numel)
     assert least - 2**10 < peak <= least + 24 * 4096
-    assert (
-        arrival.weight_conversion_bytes([optimizer.registry.live["a"].spec], device="cuda:0")
-        == weights.CONVERSION_BYTES
-    )
-    assert arrival.weight_conversion_bytes([optimizer.registry.live["a"].spec], device="cpu") == 0
+    spec_of_a = optimizer.registry.live["a"].spec
+    assert weights.conversion_bytes([spec_of_a], device="cuda:0") == weights.CONVERSION_BYTES
+    assert weights.conversion_bytes([spec_of_a], device="cpu") == 0
 
 
 def test_a_plan_has_room_for_what_comes() -> None:

@@ -85,7 +85,7 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
         for block, slot in slots
         if slot.param.grad is not None and (slot.param.numel() or slot.shard is not None)
     ]
-    sizes = {id(block): UpdateSize() for block, _ in members}
+    sizes = {block: UpdateSize() for block, _ in members}
     unmeasured = [
         (block, slot) for block, slot in members if inputs.matching and block.match is not None and block.rms_unmeasured
     ]
@@ -93,24 +93,24 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
         for (block, _), (direction, norm, count) in zip(
             batch, _directions(batch, inputs, group=group, store=False), strict=True
         ):
-            sizes[id(block)].add(norm, count=count)
+            sizes[block].add(norm, count=count)
             del direction  # a tensor, which would be held during the next batch
-    for block in {id(block): block for block, _ in unmeasured}.values():
+    for block in dict.fromkeys(block for block, _ in unmeasured):
         assert block.match is not None
-        block.match[1], block.rms_unmeasured = sizes[id(block)].rms, False
-        sizes[id(block)] = UpdateSize()
+        block.match[1], block.rms_unmeasured = sizes[block].rms, False
+        sizes[block] = UpdateSize()
     for batch in _batches(members):
         for (block, slot), (direction, norm, count) in zip(batch, _directions(batch, inputs, group=group), strict=True):
             scale = None
             if inputs.matching and block.match is not None:
                 scale = matching_factor(block.match, norm=norm, count=count)
-                sizes[id(block)].add(norm, count=count)
+                sizes[block].add(norm, count=count)
             if slot.param.numel():
                 apply_(slot, direction, inputs=inputs, finite=inputs.masks.get(slot.param), factor=scale)
             del direction
-    for block in {id(block): block for block, _ in members}.values():
+    for block, size in sizes.items():
         if inputs.matching and block.match is not None:
-            block.match[1] = sizes[id(block)].rms
+            block.match[1] = size.rms
 
 
 def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[LiveBlock, Slot]]]:

@@ -4,6 +4,7 @@ Its arithmetic is the eager backend's, operation by operation. Weights and codes
 does not round correctly (MKL's square root) or sums in another order: tests/kernels/test_native_*.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -133,7 +134,7 @@ class _Unit:
                 [slot.param for (_, slot), active in zip(table.members, table.active, strict=True) if active]
             )
         if matched:
-            for block, size in self._update_sizes():
+            for block, size in self._update_sizes().items():
                 assert block.match is not None
                 block.match[1] = size.rms
 
@@ -194,13 +195,12 @@ class _Unit:
         """Sets the factor of every tensor. It depends on the update's norm, so the step is run without storing first,
         but for signs, unless the block nearly stood still before: their RMS is at most 1."""
         if self.rule.name in SIGNS and all(_sign_factor_is_known(block) for block in self.blocks):
-            matches = {id(block): block.match.tolist() for block in self.blocks if block.match is not None}
+            matches = {block: block.match.tolist() for block in self.blocks if block.match is not None}
             for table in self.tables:
-                pairs = [matches[id(block)] for block, _ in table.members]
-                table.factors = [target / own for target, own in pairs]
+                table.factors = [target / own for target, own in (matches[block] for block, _ in table.members)]
             return
         self._run_all(inputs, measure=True, store=False)
-        for block, size in self._update_sizes():
+        for block, size in self._update_sizes().items():
             if block.rms_unmeasured:
                 assert block.match is not None
                 block.match[1] = size.rms
@@ -212,18 +212,18 @@ class _Unit:
                 for (block, _), (norm, count), active in members
             ]
 
-    def _update_sizes(self) -> list[tuple[LiveBlock, UpdateSize]]:
+    def _update_sizes(self) -> dict[LiveBlock, UpdateSize]:
         """Each block's update size, over its tensors with gradients."""
-        sizes: dict[int, tuple[LiveBlock, UpdateSize]] = {}
+        sizes: dict[LiveBlock, UpdateSize] = defaultdict(UpdateSize)
         for table in self.tables:
             for (block, _), (norm, count), active in zip(table.members, table.norms, table.active, strict=True):
                 if active:
-                    sizes.setdefault(id(block), (block, UpdateSize()))[1].add(norm, count=count)
+                    sizes[block].add(norm, count=count)
         for block, slot in self.sharded:
             if not slot.param.numel() and slot.param.grad is not None and id(slot) in self.sums:
                 norm, count = self.sums[id(slot)]
-                sizes.setdefault(id(block), (block, UpdateSize()))[1].add(norm, count=count)
-        return list(sizes.values())
+                sizes[block].add(norm, count=count)
+        return sizes
 
 
 def _sign_factor_is_known(block: LiveBlock) -> bool:

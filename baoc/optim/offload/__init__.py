@@ -5,15 +5,11 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from baoc.optim.offload.arena import HostArena
-from baoc.optim.offload.arrival import drop_stale_correction, fill_param, replace_params, weight_conversion_bytes
 from baoc.optim.offload.streaming import StagingPipeline
 from baoc.optim.offload.streams import Streams
 from baoc.optim.state import LiveBlock, State
 
-__all__ = [
-    "HostArena", "StagingPipeline", "Streams", "build_pipelines", "drop_stale_correction", "fill_param",
-    "replace_params", "transfer_order", "weight_conversion_bytes",
-]  # fmt: skip
+__all__ = ["HostArena", "StagingPipeline", "Streams", "build_pipelines", "transfer_order"]
 
 
 def transfer_order(blocks: Iterable[LiveBlock]) -> list[LiveBlock]:

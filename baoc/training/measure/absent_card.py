@@ -29,7 +29,7 @@ from baoc.core.rule_tags import RULE_INFOS
 from baoc.data.base import DataModule
 from baoc.models.switches import params_keeping_activations, recomputable_layers, set_recomputed
 from baoc.optim.backends.fused import has_kernel, temporary_bytes
-from baoc.optim.offload import weight_conversion_bytes
+from baoc.optim.weights import conversion_bytes
 from baoc.planning.cards import CARDS, Card
 from baoc.planning.microbatch import (
     Axes,
@@ -379,7 +379,7 @@ class _CardOptions:
             profile_bytes=int(PROFILE_BYTES * self.numel),
             profile_temporary_bytes=int(PROFILE_BYTES * self.numel),
             step_temporary_bytes=self.temporaries,
-            arrival_bytes=weight_conversion_bytes(self.planner.specs.values(), device="cuda"),
+            arrival_bytes=conversion_bytes(self.planner.specs.values(), device="cuda"),
             source="prior",
         )
 
