@@ -9,6 +9,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from time import perf_counter
 from typing import Any
 
@@ -98,13 +99,24 @@ def rehearse(
             )
             # The process keeps its signal handlers: Lightning's would end the run without a checkpoint.
             trainer._signal_connector.register_signal_handlers = lambda: None
-            trainer.fit(stand_in, train_dataloaders=[batch] * ((warm + MAX_STEPS) * few))
+            trainer.fit(stand_in, train_dataloaders=_RepeatedBatch(batch, count=(warm + MAX_STEPS) * few))
         return (clock.step_ms + (accumulation - few) * clock.micro_batch_ms) / 1e3
 
     seconds = measured()
     if specs:  # frees proxy blocks, which are in reference cycles
         clear_cache(device)
     return seconds
+
+
+class _RepeatedBatch:  # a list would be as many loaders
+    def __init__(self, batch: Any, *, count: int):
+        self._batch, self._count = batch, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return repeat(self._batch, self._count)
 
 
 class _LossModule(L.LightningModule):
