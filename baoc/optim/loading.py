@@ -58,10 +58,8 @@ def load(
     param_groups: list[dict[str, Any]],
     checked: Callable[[], object],
 ) -> LoadReport:
-    """Checks everything, then fills the live states, converting where the plans differ. Nothing is aliased.
-
-    `checked` is called between the two and may change the plan.
-    """
+    """Checks everything, then fills the live states, converting where the plans differ. Nothing is aliased. `checked`
+    is called between the two and may change the plan."""
     own_names = {name for group in param_groups for name in group["param_names"]}
     saved = _renamed(saved, own_names=own_names, registry=registry, param_groups=param_groups)
     _check_names(saved, param_groups=param_groups)

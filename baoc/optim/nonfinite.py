@@ -204,10 +204,8 @@ def forget_marks(backends: Iterable[Backend]) -> None:
 
 
 def all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool:
-    """False if some gradient element may not be finite. One read and one synchronisation per device.
-
-    Raises BadInputError for a sparse gradient, by its parameter's name.
-    """
+    """False if some gradient element may not be finite. One read and one synchronisation per device. Raises
+    BadInputError for a sparse gradient, by its parameter's name."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for param in params:
         grad = param.grad

@@ -459,10 +459,8 @@ class BlockwiseOptimizer(Optimizer):
         why: str = "",
     ) -> list[BlockMove]:
         """Moves blocks to other specs; states are inherited (docs/methods.md#state-inheritance), other blocks stay.
-
         `moments` (by parameter name) initialize v if a block had none. Nothing changes if any of `specs` is refused.
-        Blocks move one by one, those that shrink first, so memory exceeds the larger plan by one block at most.
-        """
+        Blocks move one by one, those that shrink first, so memory exceeds the larger plan by one block at most."""
         live, targets, params = self.registry.live, [], groups.named_params(self.param_groups)
         for name, spec_or_name in specs.items():
             if name not in live:

@@ -138,10 +138,8 @@ class BlockRegistry:
         blocks: Sequence[Block] | None,
         device: torch.device | None = None,
     ) -> None:
-        """Checks blocks and specs against the groups, then allocates every state.
-
-        `device`: parameters elsewhere move there block by block, in the format of their specs. None moves none.
-        """
+        """Checks blocks and specs against the groups, then allocates every state. `device`: parameters elsewhere move
+        there block by block, in the format of their specs. None moves none."""
         if isinstance(specs, str | OptimizerSpec):
             self.late_spec = specs
         params = groups.named_params(param_groups)

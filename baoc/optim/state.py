@@ -103,10 +103,8 @@ class StateTensor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """A parameter with everything that `step` would otherwise look up again each time.
-
-    `param` and `info` of a sharded parameter are this rank's shard, see `baoc.optim.shards`.
-    """
+    """A parameter with everything that `step` would otherwise look up again each time. `param` and `info` of a sharded
+    parameter are this rank's shard, see `baoc.optim.shards`."""
 
     name: str
     param: Tensor

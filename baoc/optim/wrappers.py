@@ -87,10 +87,8 @@ def refuse_casts(lives: Iterable[LiveBlock]) -> None:
 
 
 def refuse_averages(lives: Iterable[LiveBlock], *, copies: Iterable[nn.Module] | None = None) -> None:
-    """Raises BadInputError if a block would keep weights in 16 bits that an AveragedModel averages.
-
-    `copies`: the averaged networks; None searches for all AveragedModels that exist.
-    """
+    """Raises BadInputError if a block would keep weights in 16 bits that an AveragedModel averages. `copies`: the
+    averaged networks; None searches for all AveragedModels that exist."""
     in_16_bits = [live for live in lives if live.spec.weights != "native"]
     params = {slot.name: slot.param for live in in_16_bits for slot in live.slots}
     if in_16_bits and has_averaged_copy(params, copies=copies):
@@ -98,11 +96,9 @@ def refuse_averages(lives: Iterable[LiveBlock], *, copies: Iterable[nn.Module] |
 
 
 def has_averaged_copy(params: Mapping[str, Tensor], *, copies: Iterable[nn.Module] | None = None) -> bool:
-    """True if an AveragedModel has parameters with the names and shapes of all `params`, or exactly their shapes.
-
-    An AveragedModel copies the network, so its parameters cannot be compared by identity. Another network with the same
-    shapes is mistaken for this one.
-    """
+    """True if an AveragedModel has parameters with the names and shapes of all `params`, or exactly their shapes. An
+    AveragedModel copies the network, so its parameters cannot be compared by identity. Another network with the same
+    shapes is mistaken for this one."""
     shapes = {name: param.shape for name, param in params.items()}
 
     def is_copy(network: nn.Module) -> bool:
@@ -137,11 +133,9 @@ def watch_averages(optimizer: Any) -> None:
 
 
 def watch_loads(module: nn.Module, registry: Any) -> None:
-    """Makes a `BlockRegistry` take checksums of its split weights before `module`, or a submodule, loads others.
-
-    Their corrections are then void, and an optimizer cannot see that by itself: `load_state_dict` copies into the
-    parameters, as a user's constraint on them does, after which corrections are still good.
-    """
+    """Makes a `BlockRegistry` take checksums of its split weights before `module`, or a submodule, loads others. Their
+    corrections are then void, and an optimizer cannot see that by itself: `load_state_dict` copies into the parameters,
+    as a user's constraint on them does, after which corrections are still good."""
     for submodule in unwrapped(module).modules():
         if not isinstance(submodule, torch.jit.ScriptModule) and submodule._parameters:  # which take no hooks
             submodule.register_load_state_dict_pre_hook(_BeforeLoad(registry))

@@ -87,10 +87,8 @@ PRIME = 2_147_483_647  # of `checksum`
 
 
 class _GradientGuard(L.Callback):
-    """Masks non-finite gradient elements after unscaling and before Lightning clips, so the norm never sees them.
-
-    Under a GradScaler nothing is masked: an overflow there means that the whole step is skipped.
-    """
+    """Masks non-finite gradient elements after unscaling and before Lightning clips, so the norm never sees them. Under
+    a GradScaler nothing is masked: an overflow there means that the whole step is skipped."""
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if getattr(trainer.precision_plugin, "scaler", None) is None and isinstance(optimizer, BlockwiseOptimizer):

@@ -413,10 +413,8 @@ def network_of(params: Iterable[Tensor], *, largest: bool = False) -> nn.Module 
 
 def name_parameters(params: Any, *, model: nn.Module | None = None) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Any spelling of parameters -> trainable ones by name, and groups of (name, parameter) pairs, frozen ones too.
-
     Names are the `model`'s; without it, plain parameters are named `param0`, `param1`, ... in order. Raises
-    BadInputError where nothing is trainable, where two are called the same, and where one is not the model's.
-    """
+    BadInputError where nothing is trainable, where two are called the same, and where one is not the model's."""
     names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     groups = [dict(group) for group in raw_groups(params)]
     entries: list[tuple[int, str, Tensor]] = []

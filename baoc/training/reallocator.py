@@ -252,10 +252,8 @@ class Reallocator:
     # -- limits that change ---------------------------------------------------------------------------------------
 
     def rebudget(self, budget: Budget, *, why: str) -> Reallocation:
-        """Puts another budget in force and migrates to an allocation that meets it. Call it between two steps.
-
-        Raises InfeasibleBudgetError or BadInputError if it cannot be met; budget and plan then stay as they are.
-        """
+        """Puts another budget in force and migrates to an allocation that meets it. Call it between two steps. Raises
+        InfeasibleBudgetError or BadInputError if it cannot be met; budget and plan then stay as they are."""
         planner, before = self.planner, self.planner.budget
         if budget.memory_bytes is not None and planner.footprint is None:
             raise BadInputError(

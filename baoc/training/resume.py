@@ -27,10 +27,8 @@ FRONTIER = "frontier.csv"  # a run writes it last
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
     """The checkpoint that `resume` names. `auto` searches this run's folder, then its siblings and those of other days.
-
     If the run has trained in this folder before, as a requeued job has, only this folder is searched: a sibling may be
-    another point of a sweep, or have ended. Without an intact checkpoint the run starts anew.
-    """
+    another point of a sweep, or have ended. Without an intact checkpoint the run starts anew."""
     if config.resume is None:
         return None
     above = run_dir.resolve().parents

@@ -54,10 +54,8 @@ from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
 
 def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
-    """Runs `config` and leaves every value of the run in `run_dir`; None for mode=plan and mode=eval.
-
-    Raises BaocError children for what a user can mend; see docs/troubleshooting.md.
-    """
+    """Runs `config` and leaves every value of the run in `run_dir`; None for mode=plan and mode=eval. Raises BaocError
+    children for what a user can mend; see docs/troubleshooting.md."""
     if (group := ranks()) is SINGLE_PROCESS:
         refuse_several_processes("run")
     quieten()

@@ -92,10 +92,8 @@ class SessionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resharding:
-    """Layers of fully_shard whose reshard_after_forward is open.
-
-    `switch(reshards)` sets it; `num_bytes` are what all of them take unsharded.
-    """
+    """Layers of fully_shard whose reshard_after_forward is open. `switch(reshards)` sets it; `num_bytes` are what all
+    of them take unsharded."""
 
     switch: Callable[[bool], None]
     num_bytes: int
@@ -262,11 +260,9 @@ class Session:
     def confirm_refusal(
         self, refusal: InfeasibleBudgetError, *, replan: Callable[[], None], key: Mapping[str, Any] | None = None
     ) -> InfeasibleBudgetError:
-        """Returns the refusal with a least budget that was planned for, by `replan` under larger budgets.
-
-        With a `key` it is kept for later processes. What an earlier one named is named again if it is enough still, for
-        the same step. Afterwards `plan` and `planner` belong to one of these budgets and must not be used.
-        """
+        """Returns the refusal with a least budget that was planned for, by `replan` under larger budgets. With a `key`
+        it is kept for later processes. What an earlier one named is named again if it is enough still, for the same
+        step. Afterwards `plan` and `planner` belong to one of these budgets and must not be used."""
         budget, least = self.budget, None
         known = self._load_least(key)
         log.info("no plan fits budget %s: larger ones are measured for the least", budget.name)
@@ -559,10 +555,8 @@ class Session:
         self, measurer: Measurer, *, latency: LatencyTable | None, record: bool, overlaps: bool
     ) -> torch.OutOfMemoryError | None:
         """Sets `self.latency`: the table that is there, a new one if a limit needs it or it is to be recorded, or None.
-
         Returns the OutOfMemoryError of a device without room to time a step, instead of raising it: mostly no plan fits
-        then either, and its refusal says what would.
-        """
+        then either, and its refusal says what would."""
         limited = self.budget.step_time is not None
         if latency is not None or not (limited or record):
             self.latency = latency

@@ -109,10 +109,8 @@ def assemble_trainer(
     sources: Mapping[str, str],
 ) -> Parts:
     """Builds Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener.
-
     `latency`: of the micro-batch decision or the resumed run. `sources`: hashes that checkpoints keep. Raises
-    BadInputError for a trainer.strategy on one device.
-    """
+    BadInputError for a trainer.strategy on one device."""
     recorder = Recorder(run_dir)
     memory = MemoryMonitor(config.budget, every_step=bool(os.environ.get(TRACK_EVERY_STEP)))
     memory.predicted = lambda: recorder.peak_bytes_predicted

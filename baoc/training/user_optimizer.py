@@ -35,9 +35,7 @@ ROUNDED_ROWS = "*+bf16_sr"
 
 def hyperparameters(optimizer: Optimizer, *, said: str = "configure_optimizers returned") -> dict[str, Any]:
     """lr, betas, eps and weight_decay of the user's AdamW (or Adam without weight decay), as our optimizer's defaults.
-
-    Raises BadInputError for any other optimizer, for amsgrad and for maximize; the message begins with `said`.
-    """
+    Raises BadInputError for any other optimizer, for amsgrad and for maximize; the message begins with `said`."""
     groups = optimizer.param_groups
     decays = any(group.get("weight_decay", 0) for group in groups)
     decoupled = isinstance(optimizer, torch.optim.AdamW) or any(g.get("decoupled_weight_decay") for g in groups)

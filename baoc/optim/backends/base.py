@@ -28,11 +28,8 @@ class StepInputs:
 
 
 class Backend:
-    """Steps its blocks.
-
-    State layout and codecs are the same for all backends, so any of them may make the next step. Everything else that a
-    backend keeps, such as addresses, is made at its first step.
-    """
+    """Steps its blocks. State layout and codecs are the same for all backends, so any of them may make the next step.
+    Everything else that a backend keeps, such as addresses, is made at its first step."""
 
     name = ""
     graphs = True  # whether it may capture a step's launches in a CUDA graph and replay them

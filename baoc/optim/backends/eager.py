@@ -73,11 +73,9 @@ def _step_plain(slot: Slot, inputs: StepInputs) -> None:
 
 
 def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
-    """Steps blocks that are matched or sharded. Each sum over ranks of a batch of tensors is one message.
-
-    Matrices of which a rule needs all rows are gathered one by one. Before its first step a block is stepped on copies
-    of its states, to measure the own RMS that this step will have.
-    """
+    """Steps blocks that are matched or sharded. Each sum over ranks of a batch of tensors is one message. Matrices of
+    which a rule needs all rows are gathered one by one. Before its first step a block is stepped on copies of its
+    states, to measure the own RMS that this step will have."""
     slots = [(block, slot) for block in blocks for slot in block.slots]
     group = next((slot.shard.group for _, slot in slots if slot.shard is not None), None)
     members = [
@@ -114,11 +112,8 @@ def _step_together(blocks: Sequence[LiveBlock], inputs: StepInputs) -> None:
 
 
 def _batches(members: Sequence[tuple[LiveBlock, Slot]]) -> Iterator[list[tuple[LiveBlock, Slot]]]:
-    """Batches of tensors that are stepped in lockstep, the same on all ranks.
-
-    A batch has no more elements than the largest tensor, so that it takes no more memory. Unsharded tensors are batches
-    of one.
-    """
+    """Batches of tensors that are stepped in lockstep, the same on all ranks. A batch has no more elements than the
+    largest tensor, so that it takes no more memory. Unsharded tensors are batches of one."""
     if not any(slot.shard for _, slot in members):
         yield from ([member] for member in members)
         return
@@ -193,10 +188,8 @@ def run_in_lockstep(runs: Sequence[RankSums[T]], *, group: ShardGroup | None) ->
 
 
 def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> RankSums[Direction]:
-    """Runs the rule on the parameter's gradient. Yields this rank's part of each sum over ranks.
-
-    `store`: counts the step and keeps the new states; else they are computed on copies.
-    """
+    """Runs the rule on the parameter's gradient. Yields this rank's part of each sum over ranks. `store`: counts the
+    step and keeps the new states; else they are computed on copies."""
     state, options, grad = inputs.state[slot.param], inputs.options[slot.options_index], slot.param.grad
     assert grad is not None
     grad, states, step = grad if grad.dtype is torch.float32 else grad.float(), decoded(slot, state), 0
@@ -252,10 +245,8 @@ def apply_(
     finite: Tensor | None,
     factor: float | Tensor | None = None,
 ) -> None:
-    """param <- (1 - lr wd) param - lr factor update, excluded elements keeping their value.
-
-    16-bit parameters are updated in fp32, with their correction if they have one, and rounded once.
-    """
+    """param <- (1 - lr wd) param - lr factor update, excluded elements keeping their value. 16-bit parameters are
+    updated in fp32, with their correction if they have one, and rounded once."""
     param, state, options = slot.param, inputs.state[slot.param], inputs.options[slot.options_index]
     work = weights.master(param, state) if param.dtype in weights.SIXTEEN_BIT_DTYPES else param
     old = work[~finite] if finite is not None else None

@@ -99,11 +99,8 @@ def _all_have_rows(shard: Shard) -> bool:
 
 
 class FusedBackend(Backend):
-    """Parameters on one NVIDIA GPU (or on the CPU if Triton interprets), which one engine steps.
-
-    Non-finite elements are left out by the kernels and counted on the device; `new_nonfinite` reads the counts as they
-    arrive.
-    """
+    """Parameters on one NVIDIA GPU (or on the CPU if Triton interprets), which one engine steps. Non-finite elements
+    are left out by the kernels and counted on the device; `new_nonfinite` reads the counts as they arrive."""
 
     name = "fused"
     excludes_nonfinite = True
@@ -218,10 +215,8 @@ class FusedBackend(Backend):
         torch.autograd.graph.increment_version(self._stepped(engine))
 
     def _stepped(self, engine: Engine) -> list[Tensor]:
-        """Matrices that have a gradient; or if there are none, all parameters that have one.
-
-        Each costs the host 50 ns in every step, and an autograd graph that keeps biases and scales keeps matrices too.
-        """
+        """Matrices that have a gradient; or if there are none, all parameters that have one. Each costs the host 50 ns
+        in every step, and an autograd graph that keeps biases and scales keeps matrices too."""
         gradients = engine.gradients
         if self._stepped_cache[0] != gradients.num_changes:
             stepped = list(compress(gradients.params, gradients.active))
@@ -307,10 +302,8 @@ class ExchangedBackend(FusedBackend):
 
 
 class _SumsOverRanks:
-    """All-reduces what matching needs of sharded tensors: sums of squares, and numbers of excluded elements.
-
-    Each rank has an index for every tensor, also for those of which it has no rows.
-    """
+    """All-reduces what matching needs of sharded tensors: sums of squares, and numbers of excluded elements. Each rank
+    has an index for every tensor, also for those of which it has no rows."""
 
     def __init__(self, blocks: Sequence[LiveBlock]):
         matched = [block for block in blocks if block.match is not None]

@@ -202,11 +202,9 @@ class StagingPipeline:
         return pieces
 
     def step(self, piece: Piece, work: Callable[[], object], *, releases: bool = False) -> None:
-        """Runs `work`, which steps the piece's staged states, in its stream. Returns at once.
-
-        `releases`: the caller drops the gradients before the step is over, whose memory is not free until then. So the
-        host waits for the piece before the last one, not to run ahead of the link until gradients fill the device.
-        """
+        """Runs `work`, which steps the piece's staged states, in its stream. Returns at once. `releases`: the caller
+        drops the gradients before the step is over, whose memory is not free until then. So the host waits for the
+        piece before the last one, not to run ahead of the link until gradients fill the device."""
         streams = self.streams
         if releases:
             streams.wait_on_host(self._step_before_last)

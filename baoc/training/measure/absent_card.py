@@ -109,9 +109,7 @@ def plan_for(
     card: Card, config: RunConfig, *, task: Task, data: DataModule, settings: SessionSettings, run_dir: Path
 ) -> None:
     """Plans `config` on `card` and writes plan and options into the run folder. `task` may be on meta; it becomes fake.
-
-    If recomputing is open, it is tried when nothing fits without it. Raises InfeasibleBudgetError if no option fits.
-    """
+    If recomputing is open, it is tried when nothing fits without it. Raises InfeasibleBudgetError if no option fits."""
     budget = resolve_auto(config.budget, free_bytes=card.memory_bytes)
     if budget.memory_bytes is not None and budget.memory_bytes > card.memory_bytes:
         console.say(
@@ -390,10 +388,8 @@ def in_bf16(block: Block, *, names: Collection[str]) -> Block:
 
 
 def write_plan_totals(plan: Plan, *, config: RunConfig, device: str, rate: float, source: str, run_dir: Path) -> None:
-    """Writes `plan.json`, the plan's totals, from which a multirun makes its planned frontier.
-
-    `rate`: predicted samples per second.
-    """
+    """Writes `plan.json`, the plan's totals, from which a multirun makes its planned frontier. `rate`: predicted
+    samples per second."""
     files.write_json(
         run_dir / "plan.json",
         {

@@ -21,10 +21,8 @@ from baoc.types import Footprint
 
 class FirstStep:
     """Measures from before the optimizers are built to the end of their first step. Call `close` if that never comes.
-
     Several optimizers of one loop, with a session each, share the budget: what it leaves beside forward and backward is
-    split in proportion to the bytes of fp32 AdamW's states. `peak_bytes`: the peak of the first step, after it.
-    """
+    split in proportion to the bytes of fp32 AdamW's states. `peak_bytes`: the peak of the first step, after it."""
 
     def __init__(self, *sessions: Session):
         self._sessions = sessions
@@ -66,11 +64,9 @@ class FirstStep:
         _close(self._hooks, self._cap)
 
     def learn(self, *reallocators: Reallocator) -> None:
-        """After the first step: plans for the budget, as the memory of forward and backward is known.
-
-        `reallocators`: one for each session. Raises InfeasibleBudgetError if nothing meets the budget, and
-        BadInputError if the model was moved meanwhile.
-        """
+        """After the first step: plans for the budget, as the memory of forward and backward is known. `reallocators`:
+        one for each session. Raises InfeasibleBudgetError if nothing meets the budget, and BadInputError if the model
+        was moved meanwhile."""
         assert self._memory is not None
         memory, device, budget = self._memory, self._sessions[0].device, self._sessions[0].budget
         now = next(iter(self._sessions[0].params.values())).device
@@ -112,11 +108,9 @@ class FirstStep:
 
 
 def _shared(footprint: Footprint, *, among: int) -> Footprint:
-    """The footprint of one of several optimizers.
-
-    bf16 gradients save memory in the optimizer's step only, and states take their place. If the step's peak is above
-    that of forward and backward, each optimizer may fill its part of the difference.
-    """
+    """The footprint of one of several optimizers. bf16 gradients save memory in the optimizer's step only, and states
+    take their place. If the step's peak is above that of forward and backward, each optimizer may fill its part of the
+    difference."""
     temporary = min(footprint.step_temporary_bytes.values(), default=0)
     step = footprint.resident_bytes + max(temporary, footprint.profile_temporary_bytes)
     room = 0 if footprint.released else max(step - footprint.forward_backward_bytes, 0)

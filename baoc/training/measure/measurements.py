@@ -147,9 +147,7 @@ class Measurements:
 
     def _neighbours(self, key: OptionKey, *, measured: bool) -> tuple[int, int, float]:
         """The next measured numbers of recomputed layers, fewer and more, and the key's share of the way between them.
-
-        `measured`: also use numbers that were measured exactly for this micro-batch.
-        """
+        `measured`: also use numbers that were measured exactly for this micro-batch."""
         size, recomputed, _ = key
         exact = {number for other, number, released in self.exact if other == size and measured and not released}
         numbers = sorted({*self.small, *exact}) or [recomputed]
@@ -173,11 +171,9 @@ class Measurements:
         return footprint
 
     def _footprint_at(self, size: int, recomputed: int) -> Footprint:
-        """The footprint at a number of recomputed layers that was measured.
-
-        Compiled layers that keep their activations keep fewer bytes than the uncompiled ones that were measured: a
-        share as exact measurements tell, else COMPILED_BYTES.
-        """
+        """The footprint at a number of recomputed layers that was measured. Compiled layers that keep their activations
+        keep fewer bytes than the uncompiled ones that were measured: a share as exact measurements tell, else
+        COMPILED_BYTES."""
         uncompiled = upper_bound_at(self.measurements_of((size, recomputed, False)), micro_batch=size)
         most = max(self.small, default=0)
         if not self.compiled or recomputed or not most or (size, recomputed, False) in self.exact:
@@ -210,11 +206,9 @@ class Measurements:
         return self.config.batch_size // size * (ends[0] + share * (ends[1] - ends[0]))
 
     def _micro_batch_seconds(self, key: OptionKey) -> float:
-        """Seconds of one micro-batch by the line through small measurements.
-
-        The line through small sizes, at which the device waits for the host, is too low for large ones: kept layers
-        then count with KEPT_SHARE of the seconds with all layers recomputed.
-        """
+        """Seconds of one micro-batch by the line through small measurements. The line through small sizes, at which the
+        device waits for the host, is too low for large ones: kept layers then count with KEPT_SHARE of the seconds with
+        all layers recomputed."""
         size, recomputed, _ = key
         measurements = self.small[recomputed] if self.compiled else self.measurements_of(key)
         seconds, most = seconds_at(measurements, micro_batch=size), max(self.small, default=0)
@@ -245,11 +239,9 @@ class Measurements:
     # -- measuring ------------------------------------------------------------------------------------------------
 
     def explore(self, recomputed: int) -> None:
-        """Measures several micro-batches with this number of recomputed layers.
-
-        If not even one sample has room, measures its bytes without the cap, for the refusal and for gradient release.
-        The option is then ruled out with all gradients at once, unless layers are compiled, which may take less.
-        """
+        """Measures several micro-batches with this number of recomputed layers. If not even one sample has room,
+        measures its bytes without the cap, for the refusal and for gradient release. The option is then ruled out with
+        all gradients at once, unless layers are compiled, which may take less."""
         measurements, in_bf16 = self._explored_before.get(recomputed, ([], False))
         if measurements and not (self._needs_seconds(recomputed) and math.isnan(measurements[0].seconds)):
             self.measured_in_bf16 |= {recomputed} if in_bf16 else set()
@@ -304,10 +296,8 @@ class Measurements:
             self.compared_s[measurement.micro_batch, recomputed, False] = count * measurement.seconds
 
     def _needs_seconds(self, recomputed: int) -> bool:
-        """True if small measurements are timed, not only measured for bytes.
-
-        If layers are to be compiled, kept ones need no time of their own beside recomputed ones (KEPT_SHARE).
-        """
+        """True if small measurements are timed, not only measured for bytes. If layers are to be compiled, kept ones
+        need no time of their own beside recomputed ones (KEPT_SHARE)."""
         return bool(recomputed) or not self.compiled or not max(self.small, default=0)
 
     def _measure_size(self, recomputed: int, size: int) -> MicroBatchMeasurement:
@@ -371,10 +361,8 @@ class Measurements:
     def try_out(
         self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()
     ) -> None:
-        """Measures bytes and seconds of this option as training would run it, or finds that it has no room.
-
-        `blocks`: the parameters of each block; `specs` step them.
-        """
+        """Measures bytes and seconds of this option as training would run it, or finds that it has no room. `blocks`:
+        the parameters of each block; `specs` step them."""
 
         def measure(in_bf16: bool) -> None:
             measurement = self.measure_bytes(key, blocks=blocks, in_bf16=in_bf16)
@@ -391,10 +379,8 @@ class Measurements:
         return self._try_within_cap(key, lambda in_bf16: self.measure_bytes(key, blocks=blocks, in_bf16=in_bf16))
 
     def _try_within_cap(self, key: OptionKey, measure: Callable[[bool], _T]) -> _T | None:
-        """What `measure(in_bf16)` returns with native weights or, if these have no room, with bf16 ones.
-
-        If neither fits, the option joins `out_of_memory`, and None is returned.
-        """
+        """What `measure(in_bf16)` returns with native weights or, if these have no room, with bf16 ones. If neither
+        fits, the option joins `out_of_memory`, and None is returned."""
         _, recomputed, _ = key
         self.set_layers(recomputed, compiled=self.compiled)
         already_in_bf16 = self._is_in_bf16(recomputed) or key in self.fits_only_in_bf16

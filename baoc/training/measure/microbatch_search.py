@@ -101,11 +101,9 @@ COMPILED_GAIN = 0.1  # of a run's seconds, what compiled layers are taken to sav
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The chosen option, the configuration with it, and the latency table to plan the run with.
-
-    `footprint`: the measurement by which the option fits. The same step measured again, with memory laid out otherwise,
-    may take one of the allocator's segments more.
-    """
+    """The chosen option, the configuration with it, and the latency table to plan the run with. `footprint`: the
+    measurement by which the option fits. The same step measured again, with memory laid out otherwise, may take one of
+    the allocator's segments more."""
 
     config: RunConfig
     latency: LatencyTable
@@ -724,11 +722,9 @@ class MicroBatchSearch:
         return option
 
     def propose(self, key: OptionKey) -> Plan:
-        """Plans an option, or adjusts its earlier plan or refusal.
-
-        The earlier one serves if seconds play no part and the footprint is the same but for a context that has grown
-        within the room that is left. Raises InfeasibleBudgetError.
-        """
+        """Plans an option, or adjusts its earlier plan or refusal. The earlier one serves if seconds play no part and
+        the footprint is the same but for a context that has grown within the room that is left. Raises
+        InfeasibleBudgetError."""
         footprint, memory = self.planner.footprint, self.budget.memory_bytes
         old_footprint, plan = self._plans.get(key, (None, None))
         grown = footprint.context_bytes - old_footprint.context_bytes if old_footprint and footprint else 0
