@@ -309,12 +309,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         self.reallocator.attach()
 
 
-class _Limited(threading.local):
-    def __init__(self):
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-_limited = _Limited()  # this thread's optimizers under a memory budget
+_limited = threading.local()  # `optimizers`: those of a thread that have a memory budget
 
 
 def _warn_of_others(new: Any, *, budget: Budget) -> None:
@@ -322,9 +317,10 @@ def _warn_of_others(new: Any, *, budget: Budget) -> None:
     if budget.memory_bytes is None:
         return
     device, mine = new.narrator.device, new.registry.names.keys()
+    limited: weakref.WeakSet[Any] = vars(_limited).setdefault("optimizers", weakref.WeakSet())
 
     def find_others() -> list[Any]:
-        near = [other for other in _limited.optimizers if other.narrator.device == device]
+        near = [other for other in limited if other.narrator.device == device]
         return [other for other in near if mine.isdisjoint(other.registry.names)]  # else this one takes its place
 
     if find_others():
@@ -337,7 +333,7 @@ def _warn_of_others(new: Any, *, budget: Budget) -> None:
         )
         for one in (new, *others):
             one.narrator.alone = False
-    _limited.optimizers.add(new)
+    limited.add(new)
 
 
 def _broadcast_unsharded(params: Sequence[Tensor], *, group: Ranks, device: torch.device) -> None:
