@@ -117,7 +117,7 @@ def rows(device: str) -> list[dict[str, object]]:
         note("masked before", num_specs, step_us(optimizer, lambda _, o=optimizer: o.mask_nonfinite(), wait=wait))
         for backend in optimizer.registry.backends:
             backend.graphs = False  # pyright: ignore[reportAttributeAccessIssue]
-            backend._units = None  # pyright: ignore[reportAttributeAccessIssue]
+            backend._engine = None  # pyright: ignore[reportAttributeAccessIssue]
         if device == "cuda":
             note("launched plainly, without a graph", num_specs, step_us(optimizer, lambda _: None, wait=wait))
     if device == "cuda":
