@@ -5,6 +5,7 @@ another disk) and does not fsync; its ModelCheckpoint warns about folders that a
 """
 
 import logging
+import math
 import os
 import shutil
 from collections import OrderedDict
@@ -19,6 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from baoc.callbacks.generators import RngState, check_rng
 from baoc.callbacks.trainer_state import (
     accumulating,
     fast_dev_run,
@@ -297,3 +299,84 @@ def unsafe_entries(value: Any, *, path: str = "") -> list[str]:
     if type(value) in (list, tuple, set):
         return [entry for index, item in enumerate(value) for entry in unsafe_entries(item, path=f"{path}/{index}")]
     return [f"{path[1:]} ({type(value).__name__})"]
+
+
+# -- what a run goes on from -----------------------------------------------------------------------------------------
+
+
+def check_contents(content: Mapping[str, Any]) -> None:
+    """Raises CheckpointError, whose text follows a file's name, unless a run can go on from what a checkpoint holds:
+    else Lightning starts afresh whatever is not there."""
+    for key, is_right, wanted in _CONTENTS:
+        if key not in content:
+            raise CheckpointError(f"lacks {key!r}, so it is damaged or was not written by a run of ours")
+        if not is_right(content[key]):
+            raise CheckpointError(f"has a {key!r} that is not {wanted}: it is damaged")
+    if (done := _steps_of(content["loops"])) != content["global_step"]:
+        raise CheckpointError(f"is of step {content['global_step']}, and its loops of step {done}: it is damaged")
+    for name, tensor in content["state_dict"].items():
+        if not _is_finite(tensor):
+            raise CheckpointError(f"has weights {name} that are NaN or infinite: the run had diverged")
+    generators = content["callbacks"].get(RngState.__qualname__)
+    if generators is None:
+        raise CheckpointError("lacks the state of the random generators, without which a run does not go on exactly")
+    try:
+        check_rng(generators)
+    except Exception as error:  # of three libraries' generators
+        raise CheckpointError(f"has states of random generators that none takes ({error}): it is damaged") from error
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite: a network of the user's own may have buffers of any type and layout."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
+        return True  # restoring tells of what has no values
+    tensor = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits torch knows no extremes
+    return math.isfinite(sum(map(float, tensor.aminmax())))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _steps_of(loops: Mapping[str, Any]) -> int | None:
+    """Optimizer steps by Lightning's saved progress; None if that is missing."""
+    try:
+        progress = loops["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]
+        return progress["optimizer"]["step"]["total"]["completed"]
+    except (KeyError, TypeError):
+        return None
+
+
+# Keys of a run's checkpoint: (key, check of its value, what the value has to be).
+_CONTENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("global_step", _is_count, "a count"),
+    ("epoch", _is_count, "a count"),
+    (
+        "state_dict",
+        lambda it: isinstance(it, Mapping) and bool(it) and all(isinstance(t, torch.Tensor) for t in it.values()),
+        "tensors by name",
+    ),
+    (
+        "optimizer_states",
+        lambda it: isinstance(it, list) and len(it) == 1 and isinstance(it[0], Mapping) and "state" in it[0],
+        "the states of one optimizer",
+    ),
+    (
+        "lr_schedulers",
+        lambda it: (
+            isinstance(it, list)
+            and all(isinstance(each, Mapping) and _is_count(each.get("last_epoch", 0)) for each in it)
+        ),
+        "the steps of schedules",
+    ),
+    ("loops", lambda it: isinstance(it, Mapping), "the progress of loops"),
+    ("callbacks", lambda it: isinstance(it, Mapping), "states by callback"),
+    (
+        "hyper_parameters",
+        lambda it: isinstance(it, Mapping) and isinstance(it.get("optimizer", {}), Mapping),
+        "by name",
+    ),
+)

@@ -6,13 +6,13 @@ Other devices have no context and no cap: the same functions return 0 or do noth
 import ctypes
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import available_host_bytes
 from baoc.profiling.cuda_emulation import SMALL_PAGE
 from baoc.types import Budget
@@ -23,6 +23,7 @@ from baoc.units import MIB, format_bytes
 EARLY_MODULES_BYTES = 144 * MIB  # reserved for the first forward and backward
 LATE_MODULES_BYTES = 88 * MIB  # reserved for what loads after that
 LAST_MODULES_BYTES = 8 * MIB  # part of the late reserve that is always kept, whatever has loaded
+MAX_CONFIRMATIONS = 12  # budgets that are planned for before a refusal names one
 
 free_at_start: dict[int, int] = {}  # device index -> bytes that were free before this process used it
 first_context: dict[int, int] = {}  # device index -> bytes of the context at its first reading
@@ -140,6 +141,47 @@ def least_budget_with_same_pages(device: torch.device, memory_bytes: int) -> int
     """The least memory budget in bytes whose cap (`cap_device`) has as many pages of the allocator as `memory_bytes`
     has. A step that runs out of memory under one of these budgets does so under all of them."""
     return memory_bytes - (memory_bytes - context_bytes(device) - LATE_MODULES_BYTES) % SMALL_PAGE
+
+
+def least_confirmed_bytes(
+    refusal: InfeasibleBudgetError, *, plan_at: Callable[[int], int], page_start: Callable[[int], int]
+) -> int | None:
+    """The least memory budget, in bytes, of at most MAX_CONFIRMATIONS that were planned for; None if none was enough.
+
+    Args:
+        refusal: names the first budget to try.
+        plan_at: plans within so many bytes and returns the peak of the smallest plan by its measurement. Raises
+            InfeasibleBudgetError.
+        page_start: the least budget whose cap has as many pages, see `least_budget_with_same_pages`.
+
+    Under a smaller cap a step may take fewer bytes, since the allocator reserves less, or run out of memory. Therefore:
+    1. The budgets that refusals name are tried until one is enough.
+    2. The number of pages of the cap is bisected, from the peak that the smallest plan would have on.
+    3. Within the last page the step stays the same, and the peak of its smallest plan is the answer.
+    """
+    refused, enough, peak, candidate = refusal.budget_bytes, None, 0, refusal.least_feasible_bytes
+    for _ in range(MAX_CONFIRMATIONS):
+        try:
+            peak = plan_at(candidate)
+            enough = candidate
+        except InfeasibleBudgetError as error:
+            refused = candidate
+            if enough is None:
+                candidate = max(error.without_frames().least_feasible_bytes, candidate + 1)
+                continue
+        except (BadInputError, torch.OutOfMemoryError):
+            refused = candidate
+        if enough is None:
+            return None
+        start = page_start(enough)
+        if peak < start and refused < start - 1:
+            middle = peak if refused < peak else (refused + start) // 2
+            candidate = min(start - 1, page_start(middle) + SMALL_PAGE - 1)
+        else:
+            candidate = max(peak, start)
+            if not refused < candidate < enough:
+                break
+    return enough
 
 
 def _set_fraction(device: torch.device, fraction: float) -> None:

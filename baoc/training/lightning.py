@@ -52,7 +52,7 @@ from baoc.training.arriving_weights import (
 )
 from baoc.training.gradient_release import leave_clipping, leaves_gradients, released_clipping, take_clipping_back
 from baoc.training.measure.first_step import FirstStep
-from baoc.training.measure.probe import Probe, UnmeasuredStepError, silent
+from baoc.training.measure.probe import Probe, UnmeasuredStepError
 from baoc.training.narration import Narrator, loggers_of
 from baoc.training.own_words import in_own_words
 from baoc.training.reallocator import Reallocator
@@ -108,7 +108,6 @@ class BudgetedStrategy(Strategy):
 
     display_name = "BaocStrategy"
     keeps_gradients = False  # between steps
-    silent = staticmethod(silent)  # for callbacks that look at a forward pass without being part of the run
 
     def __init__(
         self,

@@ -2,15 +2,12 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from baoc.callbacks.generators import RngState, check_rng
+from baoc.callbacks.checkpoint import check_contents
 from baoc.callbacks.sources import changed_sources
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError, CheckpointError
@@ -46,84 +43,6 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
         "resume=auto found nothing to resume: starting anew" if checkpoint is None else f"resuming from {checkpoint}"
     )
     return checkpoint
-
-
-def check_contents(content: Mapping[str, Any]) -> None:
-    """Raises CheckpointError, whose text follows a file's name, unless a run can go on from what a checkpoint holds:
-    else Lightning starts afresh whatever is not there."""
-    for key, is_right, wanted in _CONTENTS:
-        if key not in content:
-            raise CheckpointError(f"lacks {key!r}, so it is damaged or was not written by a run of ours")
-        if not is_right(content[key]):
-            raise CheckpointError(f"has a {key!r} that is not {wanted}: it is damaged")
-    if (done := _steps_of(content["loops"])) != content["global_step"]:
-        raise CheckpointError(f"is of step {content['global_step']}, and its loops of step {done}: it is damaged")
-    for name, tensor in content["state_dict"].items():
-        if not _is_finite(tensor):
-            raise CheckpointError(f"has weights {name} that are NaN or infinite: the run had diverged")
-    generators = content["callbacks"].get(RngState.__qualname__)
-    if generators is None:
-        raise CheckpointError("lacks the state of the random generators, without which a run does not go on exactly")
-    try:
-        check_rng(generators)
-    except Exception as error:  # of three libraries' generators
-        raise CheckpointError(f"has states of random generators that none takes ({error}): it is damaged") from error
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite: a network of the user's own may have buffers of any type and layout."""
-    if tensor.layout is not torch.strided:
-        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
-        return True  # restoring tells of what has no values
-    tensor = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits torch knows no extremes
-    return math.isfinite(sum(map(float, tensor.aminmax())))
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _steps_of(loops: Mapping[str, Any]) -> int | None:
-    """Optimizer steps by Lightning's saved progress; None if that is missing."""
-    try:
-        progress = loops["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]
-        return progress["optimizer"]["step"]["total"]["completed"]
-    except (KeyError, TypeError):
-        return None
-
-
-# Keys of a run's checkpoint: (key, check of its value, what the value has to be).
-_CONTENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("global_step", _is_count, "a count"),
-    ("epoch", _is_count, "a count"),
-    (
-        "state_dict",
-        lambda it: isinstance(it, Mapping) and bool(it) and all(isinstance(tensor, Tensor) for tensor in it.values()),
-        "tensors by name",
-    ),
-    (
-        "optimizer_states",
-        lambda it: isinstance(it, list) and len(it) == 1 and isinstance(it[0], Mapping) and "state" in it[0],
-        "the states of one optimizer",
-    ),
-    (
-        "lr_schedulers",
-        lambda it: (
-            isinstance(it, list)
-            and all(isinstance(each, Mapping) and _is_count(each.get("last_epoch", 0)) for each in it)
-        ),
-        "the steps of schedules",
-    ),
-    ("loops", lambda it: isinstance(it, Mapping), "the progress of loops"),
-    ("callbacks", lambda it: isinstance(it, Mapping), "states by callback"),
-    (
-        "hyper_parameters",
-        lambda it: isinstance(it, Mapping) and isinstance(it.get("optimizer", {}), Mapping),
-        "by name",
-    ),
-)
 
 
 def check_resume(

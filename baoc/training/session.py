@@ -45,9 +45,8 @@ from baoc.planning.microbatch import RATE_TOLERANCE, smallest_number
 from baoc.planning.planner import Planner
 from baoc.profiling import GradientProfiler, cap_device, clear_cache, context_bytes, free_bytes, uncapped
 from baoc.profiling.bf16_params import as_native, bf16_savings, cast_to_bf16
-from baoc.profiling.cuda_emulation import SMALL_PAGE
 from baoc.profiling.footprint import PAGES_BYTES
-from baoc.profiling.memory import least_budget_with_same_pages
+from baoc.profiling.memory import least_budget_with_same_pages, least_confirmed_bytes
 from baoc.profiling.step_temporaries import step_temporaries
 from baoc.profiling.step_time import specs_timed_first, time_specs, with_link_rates
 from baoc.training.decision_cache import Least, least_key_of_step, load_least, store_decision
@@ -58,7 +57,6 @@ RecipeLike = str | Path | Mapping[str, Any] | Recipe  # a name, a file, the cont
 log = logging.getLogger(__name__)
 LIMITED_TIMING_S = 5.0  # seconds to spend on a latency table that a step_time limit needs
 RECORDED_TIMING_S = 0.5  # and on one that is only written into the run folder
-MAX_CONFIRMATIONS = 12  # budgets that are planned for before a refusal names one
 MAX_RETIMINGS = 4  # plans whose specs are timed before one is taken
 LARGE_TIE = 4.0  # times 1 / sqrt(width): nn.Embedding's N(0, 1) is at least that from a width of 16 on
 
@@ -843,47 +841,6 @@ def keep_least(key: Mapping[str, Any], least: Least, *, device: torch.device) ->
     own = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     if free_bytes(device) + own >= least.num_bytes:
         store_decision(key, least)
-
-
-def least_confirmed_bytes(
-    refusal: InfeasibleBudgetError, *, plan_at: Callable[[int], int], page_start: Callable[[int], int]
-) -> int | None:
-    """The least memory budget, in bytes, of at most MAX_CONFIRMATIONS that were planned for; None if none was enough.
-
-    Args:
-        refusal: names the first budget to try.
-        plan_at: plans within so many bytes and returns the peak of the smallest plan by its measurement. Raises
-            InfeasibleBudgetError.
-        page_start: the least budget whose cap has as many pages, see `least_budget_with_same_pages`.
-
-    Under a smaller cap a step may take fewer bytes, since the allocator reserves less, or run out of memory. Therefore:
-    1. The budgets that refusals name are tried until one is enough.
-    2. The number of pages of the cap is bisected, from the peak that the smallest plan would have on.
-    3. Within the last page the step stays the same, and the peak of its smallest plan is the answer.
-    """
-    refused, enough, peak, candidate = refusal.budget_bytes, None, 0, refusal.least_feasible_bytes
-    for _ in range(MAX_CONFIRMATIONS):
-        try:
-            peak = plan_at(candidate)
-            enough = candidate
-        except InfeasibleBudgetError as error:
-            refused = candidate
-            if enough is None:
-                candidate = max(error.without_frames().least_feasible_bytes, candidate + 1)
-                continue
-        except (BadInputError, torch.OutOfMemoryError):
-            refused = candidate
-        if enough is None:
-            return None
-        start = page_start(enough)
-        if peak < start and refused < start - 1:
-            middle = peak if refused < peak else (refused + start) // 2
-            candidate = min(start - 1, page_start(middle) + SMALL_PAGE - 1)
-        else:
-            candidate = max(peak, start)
-            if not refused < candidate < enough:
-                break
-    return enough
 
 
 def _about_equal_risk(risk: float) -> float:

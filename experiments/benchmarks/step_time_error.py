@@ -38,6 +38,7 @@ from baoc.training.lightning import BaocStrategy
 from baoc.training.measure import microbatch_search as decision
 from baoc.training.measure import microbatches as trials
 from baoc.training.measure import probe
+from baoc.training.measure.probe import silent
 from experiments.benchmarks.shared import read_rows, write_rows
 
 QUIET = (
@@ -136,7 +137,7 @@ class Parts:
             if self._after and self._again is not None and module is not None and self._steps.get("trained"):
                 again, self._again, self._phase = self._again, None, "after"
                 releaser = strategy.reallocator.optimizer.releaser if strategy.reallocator is not None else None
-                with strategy.silent(module), releaser.held() if releaser is not None else nullcontext():
+                with silent(module), releaser.held() if releaser is not None else nullcontext():
                     again()
             teardown(strategy)
 

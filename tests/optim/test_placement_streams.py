@@ -13,10 +13,10 @@ from torch import Tensor
 
 from baoc import BaocOptimizer
 from baoc.config.schema import ReallocationConfig
+from baoc.kernels.streams import IN, MAIN, OUT, STEP
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backends import HostedBackend, StepInputs
 from baoc.optim.offload import Streams, streaming
-from baoc.optim.offload.streams import IN, MAIN, OUT, STEP
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import GradientProfiler
 from baoc.training.session import SessionSettings

@@ -9,7 +9,7 @@ from tests.support.step_files import MOST, entered
 
 SHAPES = {"a": (40, 30), "b": (24, 36)}
 # A rule that sees matrices is read in `rules/matrix.py` too, and host-placed blocks pass through a ring.
-HOSTED = {"backends/hosted.py", "offload/streams.py", "offload/streaming.py"}
+HOSTED = {"backends/hosted.py", "kernels/streams.py", "offload/streaming.py"}
 
 
 def files_of_a_step(spec: str, *, backend: str) -> set[str]:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from baoc.callbacks.checkpoint import AtomicCheckpointIO
+from baoc.callbacks.checkpoint import AtomicCheckpointIO, check_contents
 from baoc.errors import BadInputError, CheckpointError
 from baoc.tracking.checkpoints import load_checked, resolve_resume
-from baoc.training.resume import check_contents, find_checkpoint, saved_decision, write_decision
+from baoc.training.resume import find_checkpoint, saved_decision, write_decision
 from tests.support.training_runs import config, run
 
 pytestmark = pytest.mark.slow  # they train, save and load

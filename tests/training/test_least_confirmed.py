@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from baoc.errors import InfeasibleBudgetError
 from baoc.profiling.cuda_emulation import SMALL_PAGE
-from baoc.training.session import least_confirmed_bytes
+from baoc.profiling.memory import least_confirmed_bytes
 from baoc.units import MIB
 
 

@@ -71,7 +71,7 @@ def measure_as(process: Process, *, patch: pytest.MonkeyPatch) -> None:
         return counted(meter) + process.more
 
     patch.setattr(PeakMeter, "peak_bytes", property(peak_bytes))
-    patch.setattr("baoc.training.session.MAX_CONFIRMATIONS", 4)  # what is named is enough, if not the least
+    patch.setattr("baoc.profiling.memory.MAX_CONFIRMATIONS", 4)  # what is named is enough, if not the least
     for module in ("session", "plain_loop", "measure.microbatch_search"):
         patch.setattr(f"baoc.training.{module}.confirms", lambda *_, **__: True)
 

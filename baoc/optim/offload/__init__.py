@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from baoc.kernels.streams import Streams
 from baoc.optim.offload.arena import HostArena
 from baoc.optim.offload.streaming import StagingPipeline
-from baoc.optim.offload.streams import Streams
 from baoc.optim.state import LiveBlock, State
 
 __all__ = ["HostArena", "StagingPipeline", "Streams", "build_pipelines", "transfer_order"]

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baoc.kernels.streams import IN, MAIN, OUT, STEP, CudaStreams, Streams
 from baoc.optim.offload.arena import slab_of
-from baoc.optim.offload.streams import IN, MAIN, OUT, STEP, CudaStreams, Streams
 from baoc.optim.state import LiveBlock, State, slab_views
 from baoc.planning.transfer import NUM_BUFFERS, PIECE_BYTES, capacity_bytes, split_into_pieces
 

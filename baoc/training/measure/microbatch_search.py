@@ -51,7 +51,7 @@ from baoc.planning.microbatch import (
     promising_recomputed_counts,
 )
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
-from baoc.profiling.memory import cap_suspended, least_budget_with_same_pages
+from baoc.profiling.memory import cap_suspended, least_budget_with_same_pages, least_confirmed_bytes
 from baoc.profiling.phase_timer import PhaseTimer
 from baoc.profiling.step_time import specs_timed_first, time_specs
 from baoc.tasks.base import Task
@@ -78,7 +78,6 @@ from baoc.training.session import (
     confirms,
     keep_least,
     largest_shards,
-    least_confirmed_bytes,
     make_profiler,
     needs_confirmation,
     refuse_sharded,
