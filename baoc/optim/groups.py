@@ -15,15 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from baoc.core.catalogue import (
-    CODECS,
-    SPECS,
-    STORAGES,
-    WEIGHTS,
-    base_name,
-    removal_message,
-    unknown_spec_error,
-)
+from baoc.core.catalogue import CODECS, SPECS, STORAGES, WEIGHTS, base_name, removal_message, unknown_spec_error
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim.rules import RULES, Rule
 from baoc.optim.rules.matrix import SummingRule
