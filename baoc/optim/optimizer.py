@@ -452,11 +452,7 @@ class BlockwiseOptimizer(Optimizer):
         self.registry.retune(tuning, param_groups=self.param_groups)
 
     def migrate(
-        self,
-        specs: Mapping[str, str | OptimizerSpec],
-        *,
-        moments: Mapping[str, Moments] | None = None,
-        why: str = "",
+        self, specs: Mapping[str, str | OptimizerSpec], *, moments: Mapping[str, Moments] | None = None, why: str = ""
     ) -> list[BlockMove]:
         """Moves blocks to other specs; states are inherited (docs/methods.md#state-inheritance), other blocks stay.
         `moments` (by parameter name) initialize v if a block had none. Nothing changes if any of `specs` is refused.

@@ -279,11 +279,7 @@ class BlockRegistry:
         return [groups.param_info(name, param, group=group) for name, (param, group) in params if param in thawed]
 
     def add_late_params(
-        self,
-        infos: Iterable[ParamInfo],
-        *,
-        param_groups: list[dict[str, Any]],
-        specs: Mapping[str, str] | None = None,
+        self, infos: Iterable[ParamInfo], *, param_groups: list[dict[str, Any]], specs: Mapping[str, str] | None = None
     ) -> None:
         """Makes each parameter that the plan does not have a block of its own. It runs the spec that `specs` (by
         parameter name) has for it, else the one given for all blocks, else LATE_SPEC. Raises BadInputError, with

@@ -179,10 +179,7 @@ def betas_of(tuned: BlockTuning, group: Mapping[str, Any]) -> tuple[float, float
     if tuned.betas is None:
         return now
     first = group.get(FIRST_BETAS, now)
-    return (
-        tuned.betas[0] if now[0] == first[0] else now[0],
-        tuned.betas[1] if now[1] == first[1] else now[1],
-    )
+    return (tuned.betas[0] if now[0] == first[0] else now[0], tuned.betas[1] if now[1] == first[1] else now[1])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -569,11 +569,7 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
     strategy_name = STRATEGY_NAME
 
     def __init__(
-        self,
-        budget: str | int | float | Mapping[str, Any] | Budget = "auto",
-        *,
-        device: str = "auto",
-        **settings: Any,
+        self, budget: str | int | float | Mapping[str, Any] | Budget = "auto", *, device: str = "auto", **settings: Any
     ):
         refuse_several_processes("strategy")
         also = ("accelerator", "checkpoint_io", "precision_plugin")

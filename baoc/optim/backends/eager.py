@@ -238,12 +238,7 @@ def decoded(slot: Slot, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def apply_(
-    slot: Slot,
-    direction: Direction,
-    *,
-    inputs: StepInputs,
-    finite: Tensor | None,
-    factor: float | Tensor | None = None,
+    slot: Slot, direction: Direction, *, inputs: StepInputs, finite: Tensor | None, factor: float | Tensor | None = None
 ) -> None:
     """param <- (1 - lr wd) param - lr factor update, excluded elements keeping their value. 16-bit parameters are
     updated in fp32, with their correction if they have one, and rounded once."""

@@ -279,13 +279,7 @@ def kind_of(slot: Slot) -> NativeKind:
         name = _TRANSPOSED.get(name, name)
     if weights in ("native", "bf16"):
         weights = "bf16" if slot.param.dtype is torch.bfloat16 else "fp32"
-    return NativeKind(
-        rule=name,
-        m=codecs.get("m", "fp32"),
-        v=codecs.get("v", "fp32"),
-        weights=weights,
-        fold=fold,
-    )
+    return NativeKind(rule=name, m=codecs.get("m", "fp32"), v=codecs.get("v", "fp32"), weights=weights, fold=fold)
 
 
 def stored_shape(slot: Slot) -> tuple[int, int]:
