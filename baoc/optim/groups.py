@@ -244,10 +244,10 @@ def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> di
     return group_names
 
 
-def shorten(names: Iterable[str], *, limit: int = 4) -> str:
-    """The first of the names, and how many more there are."""
+def shorten(names: Iterable[str]) -> str:
+    """The first four of the names, and how many more there are."""
     names = list(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def resolve_spec(spec: str | OptimizerSpec) -> OptimizerSpec:

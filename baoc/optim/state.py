@@ -279,8 +279,8 @@ def _largest_slab(slot: Slot, spec: OptimizerSpec) -> int:
     return make_slot(slot.name, param, info=info, group=slot.group, spec=spec, shard=slot.shard).slab_bytes
 
 
-def slot_with_spec(slot: Slot, *, spec: OptimizerSpec, tuned: BlockTuning | None = None) -> Slot:
-    return make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=spec, tuned=tuned, shard=slot.shard)
+def slot_with_spec(slot: Slot, *, spec: OptimizerSpec) -> Slot:
+    return make_slot(slot.name, slot.param, info=slot.info, group=slot.group, spec=spec, shard=slot.shard)
 
 
 def unsharded_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True, device: str = "meta") -> Slot:
