@@ -14,6 +14,8 @@ IN_PYTHON: Mapping[str, str] = {  # term in planning's messages -> name in Sessi
     "catalogue=host": "'*@streamed' in settings.planner.specs",
     "a smaller micro_batch": "fewer samples per forward",
     "model.checkpointing=true": "checkpointing='auto'",
+    "model.checkpointing=false": "checkpointing=False",
+    "model.checkpointing=": "checkpointing=",
     "a smaller model.size": "a smaller model",
     "allocator=exact": "settings.planner.allocator='exact'",
 }

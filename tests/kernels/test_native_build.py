@@ -75,9 +75,16 @@ def test_small_networks_ask_for_no_compiler(caplog: pytest.LogCaptureFixture):
     assert stepped("auto", rows=10) == "['eager'] 0.5000" and not caplog.records
 
 
-def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    with pytest.raises(build.Unavailable, match="names 'no-such-compiler', which is not found"):
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ("no-such-compiler -O2", "names 'no-such-compiler', which is not found"),
+        ("g++ '", "is no command: No closing quotation"),
+    ],
+)
+def test_a_compiler_that_is_not_there(named: str, told: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", named)
+    with pytest.raises(build.Unavailable, match=told):
         build.library()
 
 

@@ -39,7 +39,10 @@ class Unavailable(Exception):
 
 def compiler() -> list[str]:
     """The compiler's command: $CXX, or the first of COMPILERS on the PATH. Raises Unavailable without one."""
-    command = shlex.split(os.environ.get("CXX", ""))
+    try:
+        command = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise Unavailable(f"$CXX is no command: {error}") from error
     if command:
         if shutil.which(command[0]) is None:
             raise Unavailable(f"$CXX names {command[0]!r}, which is not found")
