@@ -31,6 +31,9 @@ ADDRESS = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 15_000, 20_000
 SHUTDOWN_S = 20.0  # seconds in which ranks have to end by themselves when another rank has failed
 PEER_LOST_EXIT_CODE = 1  # of a rank that ended because another rank did; the rank that failed first reports the reason
+FINISHED_EXIT_CODE = (
+    100  # of a process that rank 0 has started, after a whole run: 0 is that of an exit in a user's code
+)
 PARENT = "BAOC_RANK_0"  # environment variable with the process id of rank 0, without which the others end
 # On rank 0 of a launcher: one entry, whether the configuration was broadcast to the other ranks. Elsewhere empty.
 _BROADCAST: list[bool] = []
@@ -91,6 +94,8 @@ def serve() -> int:
         if is_lost_peer(error):
             return PEER_LOST_EXIT_CODE
         failure = failure_of(error)
+        if failure.exit_code == 0:  # of sys.exit() in a user's code, which would count as success
+            failure = failure_of(TrainingFailedError("it was left by sys.exit(0) before its end"))
         if failure.exit_code != INTERRUPTED:
             report(failure, where=f"rank {rank}: ")
         return failure.exit_code
@@ -236,20 +241,16 @@ class _SpawnedRanks:
             if not is_lost_peer(error):
                 raise
             deadline = monotonic() + SHUTDOWN_S  # the connection ends before the process, on a busy machine by seconds
-            while (failure := self._cause()) is None and monotonic() < deadline:
+            while self.first_failure is None and monotonic() < deadline:
                 sleep(0.05)
-            raise _error_of(failure) from error
-
-    def _cause(self) -> tuple[int, int] | None:
-        """The rank that cost the others their connection: one that left without an error, else the first failure."""
-        codes = ((rank, process.poll()) for rank, process in enumerate(self._processes, start=1))
-        return next(((rank, code) for rank, code in codes if code == 0), self.first_failure)
+            raise _error_of(self.first_failure) from error
 
     def _watch(self) -> None:
         """Runs in a thread: records the first failure, and exits if this process then hangs for SHUTDOWN_S."""
         while self.first_failure is None and not self._ended.wait(0.1):
             codes = [(rank, process.poll()) for rank, process in enumerate(self._processes, start=1)]
-            self.first_failure = next(((rank, code) for rank, code in codes if code), None)
+            failed = [(rank, code) for rank, code in codes if code not in (None, FINISHED_EXIT_CODE)]
+            self.first_failure = min(failed, key=lambda each: each[1] == PEER_LOST_EXIT_CODE, default=None)
         if self.first_failure is None or self._ended.wait(SHUTDOWN_S):
             return
         report(failed := failure_of(_error_of(self.first_failure)))
@@ -310,7 +311,7 @@ def main(argv: Sequence[str] = ()) -> int:
         if not is_lost_peer(error):
             raise
         return PEER_LOST_EXIT_CODE
-    return serve()
+    return serve() or FINISHED_EXIT_CODE
 
 
 if __name__ == "__main__":

@@ -38,7 +38,12 @@ if os.environ.get("RANK") == "1" and os.environ.get("FAULT"):
         loss = plain(self, batch, index)
         if self.trainer.global_step == 6 and self.trainer.training:
             if kind == "oom": raise OutOfMemoryError("CUDA out of memory, on rank 1")
-            if kind == "exit": os._exit(0)
+            if kind == "leave": raise SystemExit(0)
+            if kind == "exit":  # whose connections stay, so that the other rank waits as on a GPU
+                if os.fork():
+                    os._exit(0)
+                __import__("time").sleep(60)
+                os._exit(0)
             if kind.startswith("SIG"): os.kill(os.getpid(), getattr(signal, kind))
         return loss
     task.training_step = step
@@ -60,7 +65,11 @@ def losses(folder: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("fault", "exit_code", "words"),
-    [("oom", 4, "rank 1: .*has no memory left"), ("exit", 5, "rank 1 ended with exit code 0 too early")],
+    [
+        ("oom", 4, "rank 1: .*has no memory left"),
+        ("leave", 5, r"rank 1: it was left by sys.exit\(0\) before its end"),
+        ("exit", 5, "rank 1 ended with exit code 0 too early"),
+    ],
 )
 def test_an_error_of_one_rank_ends_the_run_with_its_exit_code(
     fault: str, exit_code: int, words: str, tmp_path: Path
