@@ -274,7 +274,8 @@ class BudgetedBlocks(ABC):
         if self.budget.memory_bytes is not None:
             assert self.footprint is not None
             base_peak = self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak
-            state_bytes = self.budget.memory_bytes - base_peak
+            room = self.footprint.room_beside_gathered(self.budget.memory_bytes)
+            state_bytes = min(self.budget.memory_bytes - base_peak, room)
         elif self.budget.state_fraction is not None:
             state_bytes = int(self.budget.state_fraction * self.state_bytes_adamw)
         step_s = None
@@ -307,7 +308,9 @@ class BudgetedBlocks(ABC):
         """Charged bytes in the budget's measure: peak bytes under a memory budget, else state bytes."""
         if self.budget.memory_bytes is None or self.footprint is None:
             return charged_bytes
-        return charged_bytes + (self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak)
+        gathering = self.footprint.peak_bytes(state_bytes=max(charged_bytes, 0)) if self.footprint.gathered_ranks else 0
+        base_peak = self.footprint.peak_bytes(state_bytes=0) if base_peak is None else base_peak
+        return max(charged_bytes + base_peak, gathering)
 
     def peak_bytes(self, choices: Mapping[str, str], *, state_bytes: int) -> int:
         """Predicted peak of an allocation with `state_bytes` on the device, to which staging buffers are added. Without

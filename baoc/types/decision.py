@@ -184,6 +184,7 @@ class Footprint:
     context_bytes: int = 0  # of the CUDA context with its loaded kernels
     reserve_bytes: int = 0  # for modules that CUDA loads late
     arrival_bytes: int = 0  # taken by loading weights, or by gathering them for a file, beyond the weights themselves
+    gathered_ranks: int = 0  # whose optimizer states are gathered for a file as well, beside the states
     others_bytes: int = 0  # beside all this: other optimizers, late parameters, layers kept gathered
     step_temporary_bytes: Mapping[str, int] = field(default_factory=dict[str, int])  # by spec: for its largest tensor
     intervals: tuple[PeakInterval, ...] = ()  # of forward, backward and validation; empty if unknown
@@ -208,7 +209,7 @@ class Footprint:
         # With gradient release it is unknown which gradients are alive, so none counts as saved.
         live_gradients = 0 if self.released else None
         step = PeakInterval(name="step", num_bytes=self.resident_bytes + temporary, gradients=live_gradients)
-        peak = max(self._bytes_after_savings(self._all_intervals(step), saved=saved or {}))
+        peak = max(self._bytes_after_savings(self._all_intervals(step, state_bytes=state_bytes), saved=saved or {}))
         gaps = 0 if self.device.startswith(("cpu", "meta")) else min(temporary, GAPS_BYTES)  # absent cards have names
         return peak + self.fixed_bytes + state_bytes + gaps
 
@@ -224,7 +225,11 @@ class Footprint:
             return sum(saved.values())
         return largest.num_bytes - self._bytes_after_savings((largest,), saved=saved)[0]
 
-    def _all_intervals(self, step: PeakInterval) -> tuple[PeakInterval, ...]:
+    def room_beside_gathered(self, num_bytes: int) -> int:
+        """The most state for which gathering it for a file takes no more than `num_bytes` in all."""
+        return (num_bytes - self.weights_bytes - self.arrival_bytes - self.fixed_bytes) // (1 + self.gathered_ranks)
+
+    def _all_intervals(self, step: PeakInterval, *, state_bytes: int) -> tuple[PeakInterval, ...]:
         """The measured intervals of forward, backward and validation, then those of the optimizer and the profiler."""
         measured = self.intervals or (
             PeakInterval(name="forward and backward", num_bytes=self.forward_backward_bytes),
@@ -237,7 +242,8 @@ class Footprint:
             num_bytes=resident_bytes + self.profile_temporary_bytes,
             gradients=0 if self.released else None,
         )
-        arrival = PeakInterval(name="arrival", num_bytes=self.weights_bytes + self.arrival_bytes)
+        arrival_bytes = self.arrival_bytes + self.gathered_ranks * state_bytes
+        arrival = PeakInterval(name="arrival", num_bytes=self.weights_bytes + arrival_bytes)
         return (*measured, step, sample, arrival)
 
     def _bytes_after_savings(self, intervals: tuple[PeakInterval, ...], *, saved: Mapping[str, int]) -> list[int]:

@@ -170,6 +170,8 @@ def runs(rank: int, size: int, store: Path) -> dict[str, Any]:
         with brief(depth=1):
             few = {**OWN, "budget": parse_budget("60mb"), "micro_batch": 1, "steps": 2}
             found["cut, few"] = ran(base / "few", ranks=2, strategy="fsdp", **few)
+            less = {key: ONE_CURVE[key] for key in ("allocator", "recipe")}
+            found["cut, less state"] = ran(base / "less", ranks=2, strategy="fsdp", **few, **less)
             few["budget"] = parse_budget("2mb")
             found["cut, averaged"] = ran(base / "averaged", ranks=2, strategy="fsdp", **few, **AVERAGED)
         with befalling("budget file", rank=rank, folder=(folder := base / "by column")):
@@ -261,7 +263,7 @@ def test_how_a_batch_is_run_under_fully_shard_is_decided_by_all_ranks(found: lis
     assert 2 * int(chosen["micro_batch"]) * int(chosen["accumulation"]) == 64 and others
 
 
-@pytest.mark.parametrize("name", ["cut, few", "cut, averaged"])
+@pytest.mark.parametrize("name", ["cut, few", "cut, less state", "cut, averaged"])
 def test_a_checkpoint_that_holds_more_than_a_step_is_predicted_under_fully_shard(name: str, found: list[Any]) -> None:
     assert [each[name]["ended"] for each in found] == ["", ""]
     result = found[0][name]["result"]

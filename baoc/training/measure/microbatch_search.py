@@ -91,7 +91,13 @@ LIMITED_S = 5.0  # that a latency table may take if a step_time limit needs it
 FUSED_S = 0.5  # that one may take with fused AdamW alone, whose seconds per byte stand for all specs
 COMPARING_S, BYTES_S = 0.4, 0.6  # about what a comparison, or a measurement of bytes, takes beside its steps
 # Fields of a footprint that do not depend on the micro-batch: the profiler's, and temporaries of a step.
-SIZE_INDEPENDENT = ("step_temporary_bytes", "arrival_bytes", "profile_bytes", "profile_temporary_bytes")
+SIZE_INDEPENDENT = (
+    "step_temporary_bytes",
+    "arrival_bytes",
+    "gathered_ranks",
+    "profile_bytes",
+    "profile_temporary_bytes",
+)
 MAX_VERIFIED = 6  # options that are measured for a refusal
 COMPILING_S = 30.0  # about how much longer a decision takes that searches compiled layers too
 COMPILING_SHARE, MAX_COMPILING_S = 0.01, 100.0  # of a run's seconds, and in all, that compiling more sizes may take

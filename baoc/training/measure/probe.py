@@ -21,6 +21,7 @@ from baoc.callbacks.generators import capture_rng, restore_rng
 from baoc.data.batches import num_samples
 from baoc.errors import BadInputError, BaocError
 from baoc.optim.shards import is_sharded
+from baoc.parallel import ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.profiling import probe_footprint
 from baoc.profiling.caller_probe import inputs_of
@@ -207,7 +208,7 @@ def with_averages(
     extra = sum(part.validation_bytes(module) for part in averages) if validates else 0
     return replace(
         footprint,
-        arrival_bytes=gathered_bytes(footprint, module=module, averages=bool(averages)),
+        **gathered_for_a_file(footprint, module=module, averages=bool(averages)),
         ema_bytes=sum(part.nbytes(module) for part in averages),
         validation_bytes=footprint.validation_bytes + extra,
         intervals=tuple(
@@ -216,18 +217,19 @@ def with_averages(
     )
 
 
-def gathered_bytes(footprint: Footprint, *, module: L.LightningModule, averages: bool) -> int:
-    """On a CPU under fully_shard, where host and device share memory: the most that a checkpoint takes on rank 0 beside
-    its rows of weights and states. That is gradients, all rows of weights, averages and fp32 AdamW's states, and two
-    copies of the tensor that is gathered last."""
+def gathered_for_a_file(footprint: Footprint, *, module: L.LightningModule, averages: bool) -> dict[str, int]:
+    """Fields of the footprint on a CPU under fully_shard, where host and device share memory: what a checkpoint takes
+    on rank 0 beside its rows of weights and states. That is gradients, all rows of weights, averages and states, and
+    two copies of the tensor that is gathered last."""
     whole = [param for param in module.parameters() if is_sharded(param)]
     trainer = module._trainer  # None in the search of run.py, which always writes one
     if not whole or footprint.device != "cpu" or (trainer is not None and not trainer.checkpoint_callbacks):
-        return 0
-    states = sum(4 * param.numel() * (3 if averages else 2) for param in whole if param.requires_grad)
+        return {}
+    averaged = sum(4 * param.numel() for param in whole if param.requires_grad and averages)
     largest = max(4 * param.numel() for param in whole)
     held = footprint.resident_bytes - footprint.weights_bytes
-    return held + sum(param.numel() * param.element_size() for param in whole) + states + 2 * largest
+    weights = sum(param.numel() * param.element_size() for param in whole)
+    return {"arrival_bytes": held + weights + averaged + 2 * largest, "gathered_ranks": ranks().size}
 
 
 def upkeep_bytes(*, clips: bool, averages: bool) -> int:
