@@ -6,10 +6,12 @@ import torch, only finds it in `sys.modules`: a process that has not loaded torc
 """
 
 import os
+import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 from time import monotonic
 from traceback import print_exception
 from typing import Any, TypeVar
@@ -79,7 +81,11 @@ REFUSED = {
     ),
     "unequal": (
         "{what} is {first} on rank 0 and {other} on rank {rank}, so that ranks would part or wait for each other: "
-        "build the same module and optimizer on all ranks"
+        "give all ranks the same module, data, settings and checkpoint"
+    ),
+    "alone": (
+        "{what} was called on rank {rank}, and not on all others within {seconds} s: call it on all ranks, at the same "
+        "place of the loop"
     ),
     "offloaded": (
         "{name} was offloaded to the CPU by fully_shard, whose weights would be copied for every step of theirs: leave "
@@ -156,7 +162,7 @@ class Ranks:
 
     def broadcast_number(self, number: float) -> float:
         """Rank 0's number. Cheaper than `broadcast`."""
-        return number
+        return self.all_reduce_max(number if self.rank == 0 else -inf)[0]
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value, pickled."""
@@ -181,6 +187,9 @@ class Ranks:
         """
         return make()
 
+    def meet(self, what: str) -> None:
+        """Raises BadInputError if some ranks call `what` and others do not within PEER_TIMEOUT_S."""
+
 
 SINGLE_PROCESS = Ranks()
 
@@ -192,6 +201,10 @@ class ProcessGroupRanks(Ranks):
         self._dist, self._torch = distributed, sys.modules["torch"]
         self.rank, self.size = int(distributed.get_rank()), int(distributed.get_world_size())
         self._gloo = distributed.new_group(backend="gloo")
+        self._meetings = distributed.new_group(backend="gloo")  # of `meet` alone, which some ranks may not reach
+
+    def __reduce__(self) -> Any:  # of an optimizer's copy
+        return ranks, ()
 
     def all_reduce_max(self, *numbers: float) -> tuple[float, ...]:
         tensor = self._torch.tensor(numbers, dtype=self._torch.float64)
@@ -202,11 +215,6 @@ class ProcessGroupRanks(Ranks):
         values: list[Any] = [None] * self.size
         self._dist.all_gather_object(values, value, group=self._gloo)
         return values
-
-    def broadcast_number(self, number: float) -> float:
-        tensor = self._torch.tensor([number], dtype=self._torch.float64)
-        self._dist.broadcast(tensor, 0, group=self._gloo)
-        return tensor.item()
 
     def broadcast(self, value: T) -> T:
         values = [value if self.rank == 0 else None]
@@ -240,8 +248,10 @@ class ProcessGroupRanks(Ranks):
             else:
                 work.wait()
         except RuntimeError as unheard:
-            if error is None or "timed out" not in str(unheard).lower():  # another rank is gone
+            if error is None:  # another rank is gone
                 raise
+            if "timed out" not in str(unheard).lower():
+                raise error from unheard
             # Not the error's own class: callers may go on from that one, while the others hang in this step.
             in_step = f"in a step that the others are in the middle of ({error})"
             if type(error).__name__ == "OutOfMemoryError":
@@ -253,6 +263,15 @@ class ProcessGroupRanks(Ranks):
             return result
         errors = [packed for packed in self.all_gather(_pack(error)) if packed is not None]
         raise error or _unpack(errors[0])
+
+    def meet(self, what: str) -> None:
+        met = self._dist.all_reduce(self._torch.zeros(1), group=self._meetings, async_op=True)
+        try:
+            met.wait(timedelta(seconds=PEER_TIMEOUT_S))
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower():  # a rank is gone
+                raise
+            raise refusal("alone", what=what, rank=self.rank, seconds=f"{PEER_TIMEOUT_S:g}") from error
 
 
 def ranks() -> Ranks:
@@ -282,12 +301,29 @@ def check_equal_on_ranks(number: float, *, what: str, among: Ranks) -> None:
 
 def check_same_on_ranks(given: Mapping[str, object], *, among: Ranks) -> None:
     """Raises BadInputError on all ranks if one of them was given another value of anything than rank 0."""
-    first, *others = among.all_gather({what: str(value) for what, value in given.items()})
+    first, *others = among.all_gather(dict(_flat(given)))
     for rank, other in enumerate(others, start=1):
         for what in first | other:
-            one, another = (each.get(what, "missing") for each in (first, other))
-            if one != another:
-                raise refusal("unequal", what=what, first=one[:80], rank=rank, other=another[:80])
+            texts = [each.get(what, "missing") for each in (first, other)]
+            if texts[0] != texts[1]:
+                at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+                begin = max(at - 40, 0) if max(map(len, texts)) > 80 else 0
+                one, another = (_excerpt(text, begin=begin) for text in texts)
+                raise refusal("unequal", what=what, first=one, rank=rank, other=another)
+
+
+def _excerpt(text: str, *, begin: int) -> str:
+    end = begin + 80
+    return f"{'...' if begin else ''}{text[begin:end]}{'...' if len(text) > end else ''}"
+
+
+def _flat(given: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Values as text by their path, such as `budget.name`."""
+    for key, value in given.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", str(value)
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -308,7 +344,14 @@ def _result_or_error(make: Callable[[], T]) -> tuple[Any, Exception | None]:
 
 def _pack(error: Exception | None) -> tuple[type, tuple[Any, ...], dict[str, Any]] | None:
     """An error's class, arguments and attributes: an error with keyword-only arguments cannot be pickled itself."""
-    return None if error is None else (type(error), error.args, dict(error.__dict__))
+    if error is None:
+        return None
+    packed = type(error), error.args, dict(error.__dict__)
+    try:
+        pickle.dumps(packed)
+    except Exception:  # a user's class may hold anything
+        return TrainingFailedError, (f"{type(error).__name__}: {error}",), {}
+    return packed
 
 
 def _unpack(packed: tuple[type, tuple[Any, ...], dict[str, Any]]) -> Exception:

@@ -32,7 +32,7 @@ from baoc.optim.state import (
     unsharded_slot,
 )
 from baoc.optim.weights import merge_weights
-from baoc.parallel import unwrapped_name
+from baoc.parallel import Ranks, unwrapped_name
 from baoc.planning.candidates import shards_cut_rows
 from baoc.types import BlockMove, OptimizerSpec, Placement, StateKind
 
@@ -56,16 +56,20 @@ def load(
     *,
     registry: BlockRegistry,
     param_groups: list[dict[str, Any]],
+    among: Ranks,
     checked: Callable[[], object],
 ) -> LoadReport:
-    """Checks everything, then fills the live states, converting where the plans differ. Nothing is aliased. `checked`
-    is called between the two and may change the plan."""
+    """Checks everything, then fills the live states, converting where the plans differ. Nothing is aliased. What one
+    rank of `among` refuses, all do. `checked` is called between the two and may change the plan."""
     own_names = {name for group in param_groups for name in group["param_names"]}
-    saved = _renamed(saved, own_names=own_names, registry=registry, param_groups=param_groups)
-    _check_names(saved, param_groups=param_groups)
-    slots = _slots_in(saved, registry=registry)
-    fitted, sources = _fit_to_slots(saved, slots=slots)
-    settings = _saved_settings(saved, param_groups=param_groups)
+
+    def check() -> tuple[ParsedCheckpoint, list[Slot], list[dict[str, Any]]]:
+        named = _renamed(saved, own_names=own_names, registry=registry, param_groups=param_groups)
+        _check_names(named, param_groups=param_groups)
+        return named, _slots_in(named, registry=registry), _saved_settings(named, param_groups=param_groups)
+
+    saved, slots, settings = among.run_or_raise_on_all(check)
+    fitted, sources = among.run_or_raise_on_all(lambda: _fit_to_slots(saved, slots=slots), has_collectives=True)
     checked()
     if (new_slots := _slots_in(saved, registry=registry)) != slots:
         slots = new_slots

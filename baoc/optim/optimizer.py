@@ -44,7 +44,7 @@ from baoc.optim.registry import BlockRegistry, check_new_blocks
 from baoc.optim.shards import local_shard, shard_of, unsharded
 from baoc.optim.state import FIRST_BETAS, LiveBlock, LiveState, LiveStates, betas_of, with_own_storage
 from baoc.optim.wrappers import watch_averages, watch_loads
-from baoc.parallel import ranks
+from baoc.parallel import SINGLE_PROCESS, Ranks, check_same_on_ranks, ranks
 from baoc.types import Block, BlockMove, Moments, OptimizerSpec, ParamInfo
 
 # Attributes that copies leave out: schedulers wrap `step`, and the optimizer's owner sets the others.
@@ -511,10 +511,18 @@ class BlockwiseOptimizer(Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        names = [name for group in self.param_groups for name in group["param_names"]]
-        saved = checkpoint.read(state_dict, names=names)
+        names, among = [name for group in self.param_groups for name in group["param_names"]], self.loads_with
+        among.meet("load_state_dict()")
+        saved = among.run_or_raise_on_all(lambda: checkpoint.read(state_dict, names=names))
+        told = {"keys": sorted(map(str, state_dict)), "num_steps": saved.num_steps}
+        told["specs"] = {name: spec.name for name, spec in saved.specs.items()}
+        check_same_on_ranks({"checkpoint": told}, among=among)
         self.load_report = loading.load(
-            saved, registry=self.registry, param_groups=self.param_groups, checked=lambda: self._resume(state_dict)
+            saved,
+            registry=self.registry,
+            param_groups=self.param_groups,
+            among=among,
+            checked=lambda: self._resume(state_dict),
         )
         self.num_steps, self.registry.may_be_overwritten = saved.num_steps, True
         if self.releaser is not None:
@@ -523,6 +531,11 @@ class BlockwiseOptimizer(Optimizer):
         self.registry.refresh(self.param_groups)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    @property
+    def loads_with(self) -> Ranks:
+        """The ranks that load a checkpoint together."""
+        return ranks() if self.registry.local_params else SINGLE_PROCESS
 
     def _resume(self, state_dict: dict[str, Any]) -> None:
         """For subclasses: takes more from a checkpoint, once it is checked and before states are filled."""

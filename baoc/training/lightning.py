@@ -6,6 +6,7 @@ there. Later decisions hook into the optimizer's own step, so the user adds no c
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -83,6 +84,10 @@ from baoc.types import Budget, Footprint, LatencyTable, Plan, Profile, Reallocat
 log = logging.getLogger(__name__)
 STRATEGY_NAME, DDP_STRATEGY_NAME = "baoc", "baoc_ddp"
 PlanListener = Callable[[Planner, Plan], None]
+TRAINER_SETTINGS = (  # by which ranks would part
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs"),
+    *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "precision"),
+)
 PRIME = 2_147_483_647  # of `checksum`
 
 
@@ -607,10 +612,28 @@ class RanksStrategy(BudgetedStrategy):
         warm_up_communicator(self.root_device)
 
     def setup(self, trainer: L.Trainer) -> None:
-        params = dict(self._module.named_parameters())
-        given = shared_by_ranks(params=params, settings=self.settings, budget=self.budget.name)
+        given = shared_by_ranks(
+            params=dict(self._module.named_parameters()),
+            settings=self.settings,
+            budget=self.budget,
+            pretrained=self._pretrained,
+            latency="missing" if self.latency is None else "given",
+            plan_only=self.plan_only,
+            record_latency=self.record_latency,
+            trainer={name: getattr(trainer, name) for name in TRAINER_SETTINGS},
+        )
         check_same_on_ranks(given, among=self.ranks)
         super().setup(trainer)
+
+    def on_train_start(self) -> None:
+        """Raises BadInputError if ranks have other numbers of batches to train on, and would wait for each other."""
+        trainer = self._module.trainer
+        most = trainer.max_steps * trainer.accumulate_grad_batches if trainer.max_steps >= 0 else math.inf
+        given: dict[str, object] = {"the number of training batches": min(trainer.num_training_batches, most)}
+        if any(map(is_sharded, self._module.parameters())):  # whose forward is one of all ranks
+            given["the number of validation batches"] = trainer.num_val_batches
+        check_same_on_ranks(given, among=self.ranks)
+        super().on_train_start()
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         if not trainer.lightning_module.automatic_optimization:

@@ -40,7 +40,7 @@ class Narrator:
         self.alone = True
         self.by_rank: tuple[int, ...] = ()
         self.layers_summary = ""  # see Session
-        self.num_moves = 0  # that were accepted
+        self.num_moves = 0  # reallocations that moved blocks
         self._stepped = self._begun = self._resumed = False
         self._pid = os.getpid()
         reallocator.optimizer.after_step.append(self._count)
@@ -188,7 +188,7 @@ class Narrator:
             self.begin()
             if not self._resumed:
                 return
-        self.num_moves += event.accepted
+        self.num_moves += bool(event.moves)
         if self.verbose:
             print_reallocation(event)
             if event.accepted and not is_first:

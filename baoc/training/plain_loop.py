@@ -141,8 +141,9 @@ class BaocOptimizer(BlockwiseOptimizer):
             params=dict(pairs),
             groups=[{**options, **group} for group in groups],
             settings=settings,
-            budget=(limit := parse_budget(budget)).name,
+            budget=(limit := parse_budget(budget)),
             probe="given" if probe is not None else "missing",
+            pretrained=pretrained,
         )
         check_same_on_ranks(given, among=process_group)
         detach_other_releases([param for _, param in pairs])  # their hooks would step in the probe
@@ -267,6 +268,10 @@ class BaocOptimizer(BlockwiseOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with the reallocator's under `online`."""
         return {**super().state_dict(), "online": self.reallocator.state_dict()}
+
+    @property
+    def loads_with(self) -> Ranks:
+        return self.reallocator.ranks
 
     def _resume(self, state_dict: dict[str, Any]) -> None:
         """Adopts the saved allocation if it meets the budget; the states follow, converted where specs differ."""

@@ -25,7 +25,7 @@ from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
 from baoc.optim.groups import named_params, resolve_spec
 from baoc.optim.shards import largest_shard
-from baoc.parallel import SINGLE_PROCESS, Ranks, refuse_several_processes
+from baoc.parallel import SINGLE_PROCESS, Ranks, check_same_on_ranks, refuse_several_processes
 from baoc.planning.budgeted import MEASURED
 from baoc.planning.planner import AS_SAVED, LEAST_STATE, Planner
 from baoc.planning.reallocation.conversion import binds, choices_with_head, restore_plan
@@ -254,6 +254,8 @@ class Reallocator:
     def rebudget(self, budget: Budget, *, why: str) -> Reallocation:
         """Puts another budget in force and migrates to an allocation that meets it. Call it between two steps. Raises
         InfeasibleBudgetError or BadInputError if it cannot be met; budget and plan then stay as they are."""
+        self.ranks.meet("rebudget()")
+        check_same_on_ranks({"budget": to_plain(budget)}, among=self.ranks)
         planner, before = self.planner, self.planner.budget
         if budget.memory_bytes is not None and planner.footprint is None:
             raise BadInputError(
@@ -331,8 +333,8 @@ class Reallocator:
         """Puts `proposal` in force if it was accepted, else prices the plan in force anew; returns the event."""
         bytes_before = self.optimizer.state_bytes()
         moves = self._migrate(proposal) if accepted else ()
+        self.num_accepted += bool(moves)  # not a plan that keeps all specs
         if accepted:
-            self.num_accepted += 1
             self.plan = proposal
             why = "; ".join([why, *self._rates_note()])
         else:
@@ -520,7 +522,8 @@ class Reallocator:
             CheckpointError: `state` is damaged; nothing has changed.
             InfeasibleBudgetError: Neither the saved allocation nor another one fits; nothing has changed.
         """
-        saved = _read(state)
+        saved = self.ranks.run_or_raise_on_all(lambda: _read(state))
+        check_same_on_ranks({"checkpoint": {"step": saved.step, "specs": saved.choices}}, among=self.ranks)
         choices, notes = choices_with_head(
             saved.choices,
             members=_members(blocks),

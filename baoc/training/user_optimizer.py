@@ -66,12 +66,13 @@ def shared_by_ranks(
     for name, param in params.items():
         shape = None if is_lazy(param) else tuple(param.shape)  # refused by its own message later
         given[name] = f"{shape} {param.dtype}{trained[param.requires_grad]}"
+    given["the order of parameters"] = list(params)
     for index, group in enumerate(groups):
         kept = {key: to_numbers(group[key]) for key in HYPERPARAMETERS if key in group}
         given |= {f"{key} of parameter group {index}": value for key, value in kept.items()}
     if settings is not None:
         given |= {**to_plain(settings), **to_plain(settings.planner), "planner": ""}
-    return {**given, **others}
+    return {**given, **to_plain(others)}
 
 
 def check_arguments(given: Iterable[str], *doors: Callable[..., object], also: Iterable[str] = ()) -> None:

@@ -24,7 +24,8 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [to_plain(item) for item in cast(list[Any], value)]
+        items = [to_plain(item) for item in cast(list[Any], value)]
+        return items if isinstance(value, list | tuple) else sorted(items, key=str)  # each process has its own order
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return None
     return value

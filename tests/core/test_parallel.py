@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import lightning as L
 import pytest
@@ -13,13 +15,14 @@ from baoc.cli.main import main
 from baoc.config.from_hydra import from_plain
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from baoc.parallel import LAUNCHERS, current_rank, unwrapped
+from baoc.parallel import LAUNCHERS, ProcessGroupRanks, Ranks, check_same_on_ranks, current_rank, unwrapped
 from baoc.sweep.race import run_race
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig
 from baoc.training.run import run
 from tests.support.commands import start
 
+T = TypeVar("T")
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
 TORCHRUN = ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, r"rank 1 of 2 processes \(torchrun: WORLD_SIZE\)")
 SRUN = ({**STEP, "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, r"rank 0 of 2 processes \(srun: SLURM_NTASKS\)")
@@ -167,6 +170,44 @@ def test_an_allocation_without_a_launcher_trains(tmp_path: Path) -> None:
     code, told = start(*words, folder=tmp_path / "command", **alone).done()
     assert code == 0, told
     assert (tmp_path / "run" / "result.json").is_file() and (tmp_path / "run" / "metrics.jsonl").is_file()
+
+
+class Two(Ranks):
+    """Two ranks, of which the other has a value of its own."""
+
+    def __init__(self, other: dict[str, str]):
+        self.other = other
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value, cast(T, self.other)]
+
+
+@pytest.mark.parametrize(
+    ("given", "other", "told"),
+    [
+        (
+            {"budget": {"name": "mine", "bytes": 1}},
+            {"budget.name": "mine", "budget.bytes": "2"},
+            "budget.bytes is 1 on",
+        ),
+        ({"a": "0" * 200 + "x"}, {"a": "0" * 200 + "y"}, r"a is \.\.\.0{40}x on rank 0 and \.\.\.0{40}y on rank 1, so"),
+        ({"a": "x" + "0" * 200}, {}, r"a is x0{79}\.\.\. on rank 0 and missing on rank 1, so"),
+    ],
+)
+def test_what_differs_on_ranks_is_told_where_it_does(given: dict[str, Any], other: dict[str, str], told: str) -> None:
+    with pytest.raises(BadInputError, match=told):
+        check_same_on_ranks(given, among=Two(other))
+
+
+def test_the_error_of_a_rank_is_told_also_if_the_others_are_gone() -> None:
+    def wait(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    reduce = {"all_reduce": lambda *_, **__: SimpleNamespace(wait=wait), "ReduceOp": SimpleNamespace(MAX=None)}
+    gone = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2, new_group=lambda **_: None, **reduce)
+    with pytest.raises(ZeroDivisionError) as told:
+        ProcessGroupRanks(gone).run_or_raise_on_all(lambda: 1 / 0)
+    assert isinstance(told.value.__cause__, RuntimeError)
 
 
 def compiled(module: nn.Module) -> nn.Module:

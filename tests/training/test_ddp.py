@@ -1,5 +1,6 @@
 """Two processes on gloo that plan together: one plan, the same samples, moves and weights, whatever one meets."""
 
+import copy
 import logging
 import time
 import weakref
@@ -7,7 +8,9 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -17,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from baoc import BaocDDPStrategy, BaocOptimizer, BaocStrategy
+from baoc import BaocDDPStrategy, BaocOptimizer, BaocStrategy, parallel
 from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.config.schema import ReallocationConfig
+from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
 from baoc.parallel import SINGLE_PROCESS, check_equal_on_ranks, ranks
 from baoc.planning.planner import PlannerSettings
@@ -28,8 +32,9 @@ from baoc.training import plain_loop
 from baoc.training.fully_sharded import BaocFSDPStrategy
 from baoc.training.session import SessionSettings
 from baoc.units import format_bytes
-from tests.support.classifier import Classifier, fit
+from tests.support.classifier import Classifier, fit, loader
 from tests.support.ranks import as_launched, group, in_processes
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow  # two ranks are started
 ONCE = ReallocationConfig(mode="once", warmup_steps=3)
@@ -95,6 +100,10 @@ def errors(rank: int) -> dict[str, str]:
         return module(torch.ones(8, 64)).sum()
 
     module = net()
+    loaded, saved = BaocOptimizer(module, budget="state_25", verbose=False), list[dict[str, Any]]()
+    for _ in range(2):
+        saved.append(loaded.state_dict())
+        trained(loaded, DistributedDataParallel(module, gradient_as_bucket_view=True), rank=rank, steps=1)
     refused = InfeasibleBudgetError("too small", budget_bytes=1, least_feasible_bytes=2)
     doors: dict[str, Callable[[], object]] = {
         "input": on_1(BadInputError("only here")),
@@ -109,6 +118,14 @@ def errors(rank: int) -> dict[str, str]:
         "other layers": lambda: BaocOptimizer(module[rank:], budget="state_25"),
         "other type": lambda: BaocOptimizer(net().to(torch.bfloat16 if rank else torch.float32), budget="state_25"),
         "other recipe": lambda: BaocOptimizer(module, budget="state_25", recipe="lion" if rank else "adamw"),
+        "other numbers": lambda: BaocOptimizer(module, budget={"name": "mine", "state_fraction": 0.25 + 0.25 * rank}),
+        "other order": lambda: BaocOptimizer([*module.named_parameters()][:: 1 - 2 * rank], budget="state_25"),
+        "an error that holds a lock": on_1(Locked()),
+        "other checkpoint": lambda: loaded.load_state_dict(saved[rank]),
+        "damaged checkpoint": lambda: loaded.load_state_dict({"state": 3} if rank else saved[0]),
+        "damaged plan": lambda: loaded.load_state_dict({**saved[0], "online": {} if rank else saved[0]["online"]}),
+        "rebudget": lambda: loaded.reallocator.rebudget(parse_budget(f"state_{10 + rank}"), why="asked for"),
+        "a copy": lambda: copy.deepcopy((module, loaded))[1].specs == loaded.specs,
         "other probe": lambda: BaocOptimizer(module, budget="8gb", probe=out_of_memory if rank else None),
     }
     given: dict[str, Any] = {"devices": 2, "plugins": [LightningEnvironment()]}
@@ -118,6 +135,12 @@ def errors(rank: int) -> dict[str, str]:
         doors[f"{strategy.__name__}, rate"] = lambda strategy=strategy, other=other: fit(
             strategy("state_25"), module=other, **given
         )
+        doors[f"{strategy.__name__}, accumulation"] = lambda strategy=strategy: fit(
+            strategy("state_25"), accumulate_grad_batches=1 + rank, **given
+        )
+        doors[f"{strategy.__name__}, data"] = lambda strategy=strategy: fit(
+            strategy("state_25"), data=loader(num=64 + 32 * rank), **given
+        )
     told = {}
     for name, enter in doors.items():
         try:
@@ -125,6 +148,27 @@ def errors(rank: int) -> dict[str, str]:
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"
     return told
+
+
+class Locked(Exception):
+    def __init__(self) -> None:
+        super().__init__("only here")
+        self.lock = Lock()
+
+
+def alone(rank: int, done: Path) -> str:
+    """What rank 0 is told that loads a checkpoint without the other, which stays in its loop."""
+    optimizer = BaocOptimizer(net(), budget="state_25", verbose=False)
+    if rank:
+        wait_until(done.exists, what="the other rank")
+        return ""
+    try:
+        with mock.patch.object(parallel, "PEER_TIMEOUT_S", 1.0):
+            return f"was taken: {optimizer.load_state_dict(optimizer.state_dict())}"
+    except BadInputError as error:
+        return str(error)
+    finally:
+        done.touch()
 
 
 class Lowered(L.Callback):
@@ -267,7 +311,9 @@ def work(rank: int, size: int, store: Path) -> dict[str, Any]:
     with as_launched(rank, size), group(rank, size, store=store):
         found = {"probes": other_probes(rank), "clocks": other_clocks(rank), "errors": errors(rank)}
         found["saved"] = alone_with_its_clock(rank, size, folder=store.parent / "saved")
-        return {**found, "lightning": by_lightning(rank, size), "others": by_others(size)}
+        found |= {"lightning": by_lightning(rank, size), "others": by_others(size)}
+    with group(rank, size, store=store.parent / "alone"):
+        return {**found, "alone": alone(rank, store.parent / "done")}
 
 
 @pytest.fixture(scope="module")
@@ -301,13 +347,21 @@ def test_one_clock_says_which_steps_are_sampled(found: list[dict[str, Any]]) -> 
     assert first["specs"] == second["specs"] and same([first["weights"], second["weights"]])
 
 
-ERRORS = {
+ERRORS: dict[str, str | tuple[str, str]] = {
     "input": "BadInputError: only here",
     "budget": "InfeasibleBudgetError: too small",
     "probe": "OutOfMemoryError: on rank 1",
     "too small": "InfeasibleBudgetError: budget 60kb cannot be met",
     "weights": "TrainingFailedError: weights differ between ranks",
-    "other budget": "BadInputError: budget is state_25 on rank 0 and state_50 on rank 1, so that ranks would part or",
+    "other numbers": "BadInputError: budget.state_fraction is 0.25 on rank 0 and 0.5 on rank 1",
+    "other order": "BadInputError: the order of parameters is ['0.weight', '0.bias', '2.weight', '2.bias'] on rank 0",
+    "an error that holds a lock": ("TrainingFailedError: Locked: only here", "Locked: only here"),
+    "other checkpoint": "BadInputError: checkpoint.num_steps is 0 on rank 0 and 1 on rank 1",
+    "damaged checkpoint": "CheckpointError: this is no optimizer checkpoint",
+    "damaged plan": "CheckpointError: 'online' of the optimizer checkpoint is damaged: it lacks ",
+    "a copy": "was taken: True",
+    "rebudget": "BadInputError: budget.name is state_10 on rank 0 and state_11 on rank 1",
+    "other budget": "BadInputError: budget.name is state_25 on rank 0 and state_50 on rank 1, so that ranks",
     "other rate": "BadInputError: lr of parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1",
     "other layers": "BadInputError: 0.weight is (64, 64) torch.float32 on rank 0 and missing on rank 1",
     "other type": "BadInputError: 0.weight is (64, 64) torch.float32 on rank 0 and (64, 64) torch.bfloat16 on rank 1",
@@ -315,14 +369,23 @@ ERRORS = {
     "other probe": "BadInputError: probe is missing on rank 0 and given on rank 1",
 }
 for _strategy in ("BaocDDPStrategy", "BaocFSDPStrategy"):
-    ERRORS[f"{_strategy}, budget"] = "BadInputError: budget is state_25 on rank 0 and state_26 on rank 1"
+    ERRORS[f"{_strategy}, budget"] = "BadInputError: budget.name is state_25 on rank 0 and state_26 on rank 1"
     ERRORS[f"{_strategy}, rate"] = "BadInputError: lr of parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1"
+    ERRORS[f"{_strategy}, accumulation"] = "BadInputError: trainer.accumulate_grad_batches is 1 on rank 0 and 2 on rank"
+    ERRORS[f"{_strategy}, data"] = "BadInputError: the number of training batches is 4 on rank 0 and 6 on rank 1"
+
+
+def test_what_all_ranks_do_together_is_refused_to_one(found: list[dict[str, Any]]) -> None:
+    assert found[0]["alone"].startswith(
+        "load_state_dict() was called on rank 0, and not on all others within 1 s: call"
+    )
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_an_error_of_one_rank_is_one_of_all(case: str, found: list[dict[str, Any]]) -> None:
-    for each in found:
-        assert each["errors"][case].startswith(ERRORS[case])
+    wanted = ERRORS[case]
+    for each, text in zip(found, wanted if isinstance(wanted, tuple) else (wanted, wanted), strict=True):
+        assert each["errors"][case].startswith(text)
 
 
 def test_lightning_plans_first_and_wraps_then(found: list[dict[str, Any]]) -> None:

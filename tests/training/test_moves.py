@@ -108,3 +108,14 @@ def test_the_prediction_of_a_move_is_never_below_what_is_measured(monkeypatch: p
         made.optimizer.zero_grad()
         net(torch.randn(4, WIDTH)).square().sum().backward()
         made.optimizer.step()
+
+
+def test_a_budget_that_keeps_all_specs_is_no_reallocation() -> None:
+    _, made = session("unlimited")
+    counts = []
+    for budget in ("state_25", {"name": "again", "state_fraction": 0.25}, "unlimited"):
+        before = dict(made.optimizer.specs)
+        moves = made.rebudget(parse_budget(budget), why="test").moves
+        assert bool(moves) == (before != made.optimizer.specs)
+        counts.append((bool(moves), made.num_accepted))
+    assert counts == [(True, 1), (False, 1), (True, 2)]

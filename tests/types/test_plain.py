@@ -32,6 +32,10 @@ def test_what_was_written_is_read(value: Any) -> None:
     assert repr(read_plain(type(value), plain)) == repr(value)  # nan is not equal to itself
 
 
+def test_a_set_is_written_in_one_order() -> None:
+    assert to_plain({"chosen": frozenset("hgfedcba")}) == {"chosen": list("abcdefgh")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     a: int
