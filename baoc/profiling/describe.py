@@ -41,7 +41,7 @@ def describe(
     """The trainable parameters of `source` in order. A tied parameter appears once, with its other names as aliases.
 
     Roles and depth come from module types and names; without a module, from names and shapes as far as possible. The
-    last linear layer is the head whatever it is called, see `_unnamed_head`, unless that is in doubt.
+    last linear layer is the head whatever it is called, see `_unnamed_heads`, unless that is in doubt.
 
     Args:
         source: a module; a mapping or pairs (name, tensor); plain tensors (named param0, param1, ... by position); or a
@@ -66,8 +66,7 @@ def describe(
         for key, owner in owners.items()
         if not isinstance(owner.tensor, UninitializedParameter)
     }
-    if (head := _unnamed_head(source if part_of is None else part_of)) in roles:
-        roles[head] = Role.HEAD
+    roles |= {key: Role.HEAD for key in _unnamed_heads(source if part_of is None else part_of) if key in roles}
     infos: list[ParamInfo] = []
     for key, owner in owners.items():
         if not owner.tensor.requires_grad or (group_of is not None and key not in group_of):
@@ -169,8 +168,8 @@ def _module_types(module: nn.Module) -> dict[str, str]:
     }
 
 
-def _unnamed_head(source: Any) -> int | None:
-    """id of the weight that is a network's head by its place, though its name says something else or nothing.
+def _unnamed_heads(source: Any) -> Sequence[int]:
+    """ids of weights that are a network's heads by their place, though their names say something else or nothing.
 
     A forward pass would tell, but plans are made without an input, and of named parameters too. So it is the last of
     all matrices, of a linear layer, not tied, unless one of these rules leaves it in doubt:
@@ -179,7 +178,7 @@ def _unnamed_head(source: Any) -> int | None:
     2. By layer: its layer has another one like it.
     3. By width: a table of tokens takes what it gives, and may be the head. Or two matrices take and two give that
        width, as layers hand it on; but for a table with as many rows, of the tokens that it predicts.
-    4. It is one of twins, such as two critics.
+    4. It is one of twins of one width, such as two critics. Twins of several, an actor and a critic, are all heads.
     5. It comes after images: convolutions end right before it in fewer channels than they take.
     """
     module = source if isinstance(source, nn.Module) else None
@@ -188,19 +187,19 @@ def _unnamed_head(source: Any) -> int | None:
     name, tensor = next(reversed(matrices.items()), ("", None))
     is_linear = types[name].endswith("Linear") if name in types else name.rpartition(".")[2] == "weight"
     if tensor is None or tensor.dim() != 2 or not is_linear or sum(t is tensor for t in matrices.values()) > 1:
-        return None
+        return ()
     roles = {n: role_of(n, shape=t.shape, module_type=types.get(n, "")) for n, t in matrices.items()}
     heads, before = [n for n, role in roles.items() if role is Role.HEAD], list(matrices)[-2:-1]
     if heads and (heads != before or heads[0].split(".")[-2] != "fc" or matrices[heads[0]].shape[0] != tensor.shape[1]):
-        return None
+        return ()
     layer = layers.layer(name)
     # What is called mlp inside a layer belongs to the layer.
     allowed = (Role.OTHER,) if heads or layer is not None else (Role.OTHER, Role.MLP)
     if roles[name] not in allowed or any(map(_NO_HEAD.match, name.split("."))):
-        return None
+        return ()
     rest, width = name.removeprefix(layer or name), tensor.shape[0]
     if rest and any(layers.layer(n) == n.removesuffix(rest) for n in matrices if n != name and n.endswith(rest)):
-        return None
+        return ()
     flat = {n: t.shape for n, t in matrices.items() if t.dim() == 2}
     # Without a module, what has no bias may be a table. With one, linear layers may be called embeddings.
     no_tables = {n for n, kind in types.items() if kind.endswith("Linear") or roles.get(n) is not Role.EMBEDDING}
@@ -208,15 +207,17 @@ def _unnamed_head(source: Any) -> int | None:
     tables = [shape for n, shape in flat.items() if n != name and n.endswith("weight") and n not in no_tables]
     hands_on = min(sum(shape[side] == width for shape in flat.values()) for side in (0, 1)) > 1
     if any(cols == width for _, cols in tables) or (hands_on and all(rows != width for rows, _ in tables)):
-        return None
-    if _has_twin(name, matrices, roles) or _after_images(matrices, roles, types, layers):
-        return None
-    return id(tensor)
+        return ()
+    twins = [name]
+    while twin := _twin(twins[-1], matrices, roles):
+        twins.append(twin)
+    alike = len(twins) > 1 and len({matrices[n].shape[0] for n in twins}) == 1
+    return () if alike or _after_images(matrices, roles, types, layers) else [id(matrices[n]) for n in twins]
 
 
-def _has_twin(name: str, matrices: Mapping[str, Tensor], roles: Mapping[str, Role]) -> bool:
-    """Whether the module right before one that holds `name` has a matrix in its place, and of both each takes the same
-    and not what the other gives: two critics, a mean and a variance."""
+def _twin(name: str, matrices: Mapping[str, Tensor], roles: Mapping[str, Role]) -> str | None:
+    """The matrix in the place of `name` in the module right before one that holds `name`, where of both each takes the
+    same and not what the other gives: two critics, a mean and a variance."""
     parts, names = name.split("."), list(matrices)
     for depth in range(len(parts) - 1):
         first = next(n for n in names if n.startswith(".".join(parts[: depth + 1]) + "."))
@@ -226,9 +227,9 @@ def _has_twin(name: str, matrices: Mapping[str, Tensor], roles: Mapping[str, Rol
             continue
         own, other = matrices[name].shape, matrices[twin].shape
         fed = matrices[".".join(before)].shape[0] == matrices[first].shape[1]
-        if len(other) == 2 and other[1] == own[1] and not fed:
-            return True
-    return False
+        if len(other) == 2 and other[1] == own[1] and not fed and not any(map(_NO_HEAD.match, twin.split("."))):
+            return twin
+    return None
 
 
 def _after_images(
@@ -237,6 +238,7 @@ def _after_images(
     """Whether the last convolution gives fewer channels than it takes, and no layer comes after it."""
     names = list(matrices)
     convs = [n for n in names if matrices[n].dim() > 2 and roles[n] in (Role.CONV, Role.OTHER)]
+    convs = [n for n in convs if "Conv" in types.get(n, "Conv")]  # not a table of features, such as a plane
     if not convs or any(layers.layer(n) is not None for n in names[names.index(convs[-1]) + 1 :]):
         return False
     gives, takes = matrices[convs[-1]].shape[:2]

@@ -217,6 +217,7 @@ HEADS = {
     ),
     "another beside a named head": (of(proj_out=nn.Linear(8, 3), caption=line(4, 8)), ["proj_out"]),
     "another after fc": (of(enc=nn.Linear(4, 8), fc=nn.Linear(8, 3), gate=nn.Linear(8, 4)), ["fc"]),
+    "a router beside it": (of(trunk=line(8, 8), router=nn.Linear(8, 3), out=nn.Linear(8, 3)), ["out"]),
     "a router": (of(experts=nn.ModuleList(line(8, 8, 8)), router=nn.Linear(8, 2)), []),
     "two layers as attributes": (of(tok=nn.Embedding(9, 8), block1=layer(mlp=line(8, 16, 8)),
                                     block2=layer(mlp=line(8, 16, 8))), []),
@@ -225,8 +226,11 @@ HEADS = {
     "two projections": (of(enc=nn.Linear(4, 8), image=nn.Linear(8, 5), text=nn.Linear(8, 5)), []),
     "two critics": (of(q1=line(8, 16, 1), q2=line(8, 16, 1)), []),
     "two towers": (of(user=line(8, 16, 16), item=line(8, 16, 16)), []),
-    "actor and critic": (of(trunk=line(8, 16), actor=nn.Linear(16, 4), critic=nn.Linear(16, 1)), []),
-    "actor and critic of layers": (of(actor=line(8, 16, 4), critic=line(8, 16, 1)), []),
+    "actor and critic": (of(trunk=line(8, 16), actor=nn.Linear(16, 4), critic=nn.Linear(16, 1)),
+                         ["actor", "critic"]),
+    "three outputs": (of(trunk=line(8, 16), rgb=nn.Linear(16, 3), normal=nn.Linear(16, 3), sigma=nn.Linear(16, 1)),
+                      ["rgb", "normal", "sigma"]),
+    "actor and critic of layers": (of(actor=line(8, 16, 4), critic=line(8, 16, 1)), ["actor.1", "critic.1"]),
     "before a table": (of(embedding=nn.Embedding(9, 8), t=encoder_layers(), transform=nn.Linear(8, 8)), []),
     "a pooler": (of(patch=nn.Conv2d(3, 8, 4), t=encoder_layers(), pooler=nn.Linear(8, 8)), []),
     "tokens as an mlp is wide": (of(embed=nn.Embedding(16, 8), t=encoder_layers(), out=nn.Linear(8, 16)), ["out"]),
@@ -247,6 +251,12 @@ def test_the_last_linear_layer_is_the_head_whatever_it_is_called(name: str):
     want = [f"{head}.weight" for head in heads]
     assert [p.name for p in describe(network) if p.role is Role.HEAD] == want
     assert [p.name for p in describe(list(network.named_parameters())) if p.role is Role.HEAD] == want
+
+
+def test_a_grid_of_features_is_no_convolution_that_ends_in_an_image():
+    network = of(trunk=line(8, 16), rgb=nn.Linear(16, 3))
+    network.register_parameter("plane", nn.Parameter(torch.zeros(1, 4, 8, 8)))
+    assert [p.name for p in describe(network) if p.role is Role.HEAD] == ["rgb.weight"]
 
 
 def test_transposed_convolutions_that_end_in_few_channels_give_the_output():
