@@ -602,9 +602,8 @@ def current_stream_id(device: torch.device) -> StreamId:
 
 
 def ordered_after(streams: Set[StreamId]) -> AbstractContextManager[None]:
-    """Inside, work on the current stream runs after the work begun on `streams`, of the same device; afterwards
-    `streams` wait for it: branches of a network may compute gradients on streams of their own, to which the memory of a
-    dropped gradient goes back."""
+    """Inside, work on the current stream runs after that begun on `streams`, of the same device; afterwards they wait
+    for it. Branches of a network may compute gradients on streams of their own, to which dropped memory goes back."""
     now = current_stream_id(torch.device("cuda", next(iter(streams))[1])) if streams else None
     return nullcontext() if now is None or streams == {now} else _stream_order(streams, now=now)
 

@@ -275,8 +275,7 @@ def _saved_slot(slot: Slot, *, spec: OptimizerSpec) -> Slot:
 
 
 def _check_values(slot: Slot, state: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError for numbers that no step leaves: not finite, no count of steps, negative scales or
-    squares."""
+    """Raises CheckpointError for numbers that no step leaves: not finite, no count, negative scales or squares."""
     squares = {key for each in slot.states if each.decl.kind is StateKind.V for _, key in each.keys}
     for key in (*(tensor.key for tensor in slot.tensors), *(["step"] if slot.counts_steps else [])):
         value = state[key].detach()
@@ -417,8 +416,7 @@ def _load_weights(
 def _load_match(
     live: LiveBlock, *, saved: ParsedCheckpoint, registry: BlockRegistry, converted: bool, rms: list[float]
 ) -> None:
-    """Loads the block's matching state, or its target alone, with an own RMS yet to measure, if it was saved
-    otherwise."""
+    """Loads the block's matching state; or its target alone, the own RMS to be measured, if it was saved otherwise."""
     live.rms_unmeasured = True
     if not live.matched or not live.slots:
         return

@@ -199,8 +199,7 @@ def _from_moments(state: StoredState, moments: Moments, *, target: Slot, new: St
 
 
 def convert_weights(source: Slot, target: Slot, old: State, new: State, *, report: ConversionReport) -> None:
-    """Changes the parameter's weights to the target's format, in place; one that stays keeps correction and
-    checksum."""
+    """Changes the parameter's weights to the target's format, in place. The same format keeps its correction."""
     if source.weights == target.weights:
         if weights.CORRECTION in new:
             new[weights.CORRECTION].copy_(old[weights.CORRECTION])

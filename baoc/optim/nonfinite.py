@@ -144,8 +144,7 @@ class NonFiniteFilter:
 
     @contextmanager
     def keep_checked_through_casts(self) -> Iterator[None]:
-        """Inside, weights may change their type, and gradients with them. Those that were checked still count as
-        checked."""
+        """Inside, weights may change their type, and gradients with them: those that were checked stay so."""
         checked = [param for param in self._checked_grads if self._was_checked(param)]
         yield
         self._checked_grads |= {param: TensorWeakRef(param.grad) for param in checked if param.grad is not None}

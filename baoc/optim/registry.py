@@ -232,8 +232,7 @@ class BlockRegistry:
             shown[key] = value.detach().to(slot.param.device, copy=True) if isinstance(value, Tensor) else value
 
     def restart_absent(self, torch_state: dict[Tensor, State]) -> None:
-        """Starts states afresh that were taken out of `Optimizer.state`, cleared or replaced by {}, or are not in a new
-        one."""
+        """Starts states afresh that were taken out of `Optimizer.state`, cleared, or replaced by {} or another dict."""
 
         def is_absent(slot: Slot) -> bool:
             state = torch_state.get(slot.group_param)
@@ -262,8 +261,7 @@ class BlockRegistry:
             torch_state.touched = not all(isinstance(state, LiveState) for state in torch_state.values())
 
     def init_match(self, live: LiveBlock, *, rms: float | None = None) -> None:
-        """Gives a matched block its matching state, whose own RMS is not measured yet. `rms`: AdamW's, if it is
-        known."""
+        """Gives a matched block its matching state, the own RMS not measured yet. `rms`: AdamW's, if it is known."""
         if live.matched and live.slots:
             target = matching.UNAVERAGED_TARGET if self.has_own_target(live) else rms or matching.DEFAULT_TARGET
             live.match = new_match(target, device=live.slots[0].param.device)
@@ -441,7 +439,7 @@ class BlockRegistry:
         return unit
 
     def regroup(self, groups: Sequence[tuple[str, ...]]) -> None:
-        """From now on backward steps the blocks of each group together, in new units, whose step counts states show."""
+        """From now on backward steps the blocks of each group together. Other units, whose counts states show, go."""
         self._save_nonfinite_counts()
         self._backward_units = {}
         self.step_groups = {name: group for group in groups for name in group}
@@ -481,9 +479,8 @@ class BlockRegistry:
     # -- corrections of split weights -------------------------------------------------------------------------------
 
     def drop_stale_corrections(self, *, step_begins: bool = False) -> None:
-        """Zeroes the corrections of split weights that were overwritten since their checksum was taken (versions do not
-        tell: writing to `.data` changes none). `step_begins`: a step changes the weights, so checksums are forgotten
-        too."""
+        """Zeroes the corrections of split weights whose checksum is another (versions do not tell: writing to `.data`
+        changes none). `step_begins`: a step changes the weights, so checksums are forgotten too."""
         if not self.may_be_overwritten:
             return
         for slot in (slot for live in self.live.values() for slot in live.slots):
@@ -497,9 +494,8 @@ class BlockRegistry:
         self.may_be_overwritten = not step_begins
 
     def checksum_weights(self) -> None:
-        """Takes checksums of split weights before others may write to them, for the next step to tell which were
-        overwritten. Before the first step, after a migration and after loading there are those taken with
-        corrections."""
+        """Takes checksums of split weights before others may write to them, for the next step to tell. Before the first
+        step, after a migration and after loading there are those taken with corrections."""
         if self.may_be_overwritten:
             return
         for slot in (slot for live in self.live.values() for slot in live.slots):
@@ -552,8 +548,7 @@ class BlockRegistry:
 
     @contextmanager
     def states_on_device(self, live: LiveBlock, *, write_back: bool = True) -> Iterator[None]:
-        """Inside, a host-placed block's states are on its parameters' device; `write_back` copies those that were not
-        replaced back to the host."""
+        """Inside, a host-placed block's states are on the device; `write_back` copies them back unless replaced."""
         if not live.on_host:
             yield
             return

@@ -133,8 +133,8 @@ class Shard:
         return unsharded(self.as_dtensor(value, shape=tuple(self.param.shape)))
 
     def as_dtensor(self, value: Tensor, *, shape: Sequence[int]) -> Any:
-        """`value`, this rank's rows of a state, as a DTensor of `shape` that is sharded like the parameter, in the same
-        memory, on the host too."""
+        """`value`, this rank's rows of a state, as a DTensor of `shape`, sharded as the parameter, in the same
+        memory."""
         rows, device = value.reshape(-1, *shape[1:]), self.param.device_mesh.device_type
         if rows.device.type == device:
             return _dtensor(rows, like=self.param, shape=shape)

@@ -69,8 +69,7 @@ class LiveState(State):
     __setitem__, __ior__, update = map(_writing, ("__setitem__", "__ior__", "update"))
 
     def clear(self) -> None:
-        """Lets the next step start the state afresh, as an empty one of torch's does, unless it is written to
-        before."""
+        """Lets the next step start the state afresh, as an empty one of torch's does, unless it is written to."""
         self.is_cleared = True
         LiveState.num_cleared += 1
 
@@ -302,8 +301,7 @@ def per_column_keys(slot: Slot) -> set[str]:
 
 
 def row_first_shape(shape: tuple[int, ...], *, rows: int) -> tuple[int, ...]:
-    """The shape of a state with the parameter's rows as first dimension, or NUM_ROW_PARTS where codecs' groups cut
-    rows."""
+    """The shape of a state with the parameter's rows first, or NUM_ROW_PARTS of them where codecs' groups cut rows."""
     numel = prod(shape)
     if not shape or shape[0] == rows or not rows:
         return shape

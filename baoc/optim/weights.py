@@ -189,9 +189,8 @@ def _shift(h: Tensor, bits: int) -> Tensor:
 
 
 def round_at_random_(data: Tensor, *, values: Tensor, seed: int, phase: int, first: int = 0) -> None:
-    """Stores fp32 `values` as bf16 `data`, rounded up or down so that the mean over steps is exact. bf16 numbers stay.
-    Finite numbers stay finite; others are rounded to nearest. `first`: index of the first of `values` in the
-    parameter."""
+    """Stores fp32 `values` as bf16 `data`, rounded up or down so that the mean over steps is exact; those that are not
+    finite to nearest. `first`: index of the first of `values` in the parameter."""
     bits = values.contiguous().view(torch.int32)
     noise = random_bits(values.numel(), seed=seed, phase=phase, device=values.device, first=first).view(values.shape)
     rounded = (bits + noise).bitwise_and_(-(2**16)).view(torch.float32).clamp_(-BF16_MAX, BF16_MAX)

@@ -54,8 +54,7 @@ def refuse_sparse(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def refuse_zero() -> None:
-    """Raises BadInputError if ZeroRedundancyOptimizer is building an optimizer of its share of the parameters, which
-    only the call stack shows."""
+    """Raises BadInputError if ZeroRedundancyOptimizer is building this optimizer, which only the call stack shows."""
     module: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):

@@ -183,8 +183,8 @@ class BudgetedStrategy(Strategy):
 
     def model_to_device(self) -> None:
         """Moves the module to the device, unless native weights exceed the budget: then they wait in CPU memory for a
-        plan. A pass without training makes weights bf16 where that loses nothing, and raises InfeasibleBudgetError if
-        that is not enough."""
+        plan. A pass without training makes weights bf16 if that loses nothing, and raises InfeasibleBudgetError if it
+        is not enough."""
         module = self._module
         fits = module.trainer.state.fn == TrainerFn.FITTING
         if fits:
@@ -516,8 +516,7 @@ class BudgetedStrategy(Strategy):
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Adopts the saved allocation if it meets the budget, then loads the states, those of torch.optim.AdamW too,
-        converted where specs differ."""
+        """Adopts the saved allocation if it meets the budget, then loads the states, converted where specs differ."""
         saved: Sequence[Mapping[str, Any]] = checkpoint["optimizer_states"]
         if len(saved) != len(self.reallocators):
             raise CheckpointError(
@@ -705,8 +704,7 @@ class BaocDDPStrategy(RanksStrategy, DDPStrategy):
                 self._wrap()
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's step. DDP rebuilds its buckets after the first one, so gradients, which hold the old, are
-        freed."""
+        """Lightning's step. After the first one DDP rebuilds its buckets: gradients, which hold the old, are freed."""
         out = super().optimizer_step(optimizer, *args, **kwargs)
         if self._first_since_wrapped:
             self._first_since_wrapped = False

@@ -249,7 +249,8 @@ class BaocOptimizer(BlockwiseOptimizer):
 
     @property
     def budget_met(self) -> bool | None:
-        """As BaocStrategy's. On a CPU no peak is known if another optimizer has a memory budget too."""
+        """True if the limit on memory or state holds so far; None without such a limit, or if no peak is known. On a
+        CPU it is the first step's, and none is known if another optimizer has a memory budget too."""
         return self.narrator.budget_met
 
     def summary(self) -> str:

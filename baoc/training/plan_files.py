@@ -48,9 +48,8 @@ class Recorder:
             )
 
     def resumed(self, step: int, plan: Plan) -> None:
-        """After a resume at `step`: marks decisions of an attempt that went further as superseded. Those of `step`
-        itself are in the checkpoint, except changes of the budget, which come when the next batch begins, and
-        conversions while loading."""
+        """After a resume at `step`: marks decisions of an attempt that went further as superseded; of `step` itself
+        changes of the budget and conversions while loading, which the checkpoint lacks."""
         self._peaks = [plan.peak_bytes]
         supersede(
             self.run_dir / files.REALLOCATIONS_FILE,
@@ -59,8 +58,7 @@ class Recorder:
         )
 
     def reallocated(self, event: Reallocation, plan: Plan, profile: Profile | None) -> None:
-        """Writes a decision to reallocations.jsonl and the newest plan to the other files. Prints the decision, and the
-        plan if it was accepted."""
+        """Writes a decision to reallocations.jsonl and the newest plan to the other files, and prints what is new."""
         files.append_jsonl(self.run_dir / files.REALLOCATIONS_FILE, event)
         if profile is not None:
             files.write_json(self.run_dir / "profile.json", profile)

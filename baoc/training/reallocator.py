@@ -317,8 +317,7 @@ class Reallocator:
     # -- migration ------------------------------------------------------------------------------------------------
 
     def _migration_fit(self, proposal: Plan, *, memory: int | None) -> _MigrationFit:
-        """Whether the device stays within `memory` bytes while blocks migrate. If room is short, gradients go first, as
-        they have been used."""
+        """Whether the device stays within `memory` bytes while blocks migrate; gradients, which were used, go first."""
         predicted = migration_peak(self.planner, current=self.plan, target=proposal)
         if predicted is None or memory is None or predicted.peak_bytes <= memory:
             return _MigrationFit()

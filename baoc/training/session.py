@@ -90,8 +90,7 @@ class SessionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resharding:
-    """Layers of fully_shard whose reshard_after_forward is open. `switch(reshards)` sets it; `num_bytes` are what all
-    of them take unsharded."""
+    """Layers of fully_shard whose resharding is open: `switch(reshards)` sets it; unsharded they take `num_bytes`."""
 
     switch: Callable[[bool], None]
     num_bytes: int
@@ -614,8 +613,7 @@ class Session:
         )
 
     def _propose(self, measurer: Measurer | None, footprint: Footprint | None, *, budget: Budget) -> None:
-        """Sets planner, profiler and plan. Chosen specs are timed if their seconds were assumed so far; under a limit
-        on time it then plans again."""
+        """Sets planner, profiler and plan. Times chosen specs whose seconds were assumed, and then plans again."""
         planner = self.planner_for(footprint, budget=budget)
         profiler = self._profiler_with_room(planner)
         plan = self.ranks.broadcast_result(planner.propose)
@@ -634,8 +632,7 @@ class Session:
         self.planner, self.profiler, self.plan = planner, profiler, plan
 
     def _profiler_with_room(self, planner: Planner) -> GradientProfiler | None:
-        """The profiler. Without room for it, raises InfeasibleBudgetError with its bytes counted, else
-        OutOfMemoryError."""
+        """The profiler. Without room for it raises InfeasibleBudgetError, by its bytes, or OutOfMemoryError."""
         make = partial(make_profiler, planner, self.params, settings=self.settings, betas=self.betas)
         with suppress(torch.OutOfMemoryError):
             return self.ranks.run_or_raise_on_all(lambda: make(ranks=self.ranks))
@@ -708,8 +705,7 @@ def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None, **overr
 def without_scratch_measurements(
     settings: SessionSettings, *, network: nn.Module | None, pretrained: bool | None
 ) -> SessionSettings:
-    """Drops `planner.family`, whose measurements are of training from scratch, if the weights are `pretrained` (None:
-    as the network says)."""
+    """Drops `planner.family`, measured from scratch, if the weights are `pretrained` (None: as the network says)."""
     require(pretrained is None or isinstance(pretrained, bool), "pretrained", pretrained, "True, False or None")
     if pretrained is None:
         pretrained = network is not None and bool(pretrained_reason(network))

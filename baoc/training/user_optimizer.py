@@ -91,8 +91,7 @@ def check_arguments(given: Iterable[str], *doors: Callable[..., object], also: I
 
 
 def check_switches(switches: Mapping[str, Any], *, door: Callable[..., object]) -> None:
-    """Logs which arguments of torch's AdamW have no effect. Raises BadInputError for unknown ones and those that change
-    the arithmetic."""
+    """Logs which switches of torch's AdamW have no effect. Raises BadInputError if one changes the arithmetic."""
     check_arguments(switches, door, also=(*sorted(IMPLEMENTATION_KEYS), *REFUSED_KEYS))
     for key, value in switches.items():
         if value and (key in REFUSED_KEYS or key == "differentiable"):

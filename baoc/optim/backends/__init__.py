@@ -114,8 +114,8 @@ def build_backends(
 def build_backward_backend(
     blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], backend: str, pipeline: StagingPipeline | None
 ) -> Backend:
-    """A backend that steps some blocks during backward, whose gradients are then dropped; or a host-placed one, with
-    its `pipeline`."""
+    """A backend that steps some blocks in backward and drops their gradients, or a host-placed one by its
+    `pipeline`."""
     for slot in (slot for live in blocks for slot in live.slots):
         _check_as_built(slot)
     if pipeline is not None:

@@ -34,8 +34,7 @@ class _Segment:
 
 class HostArena:
     """Slabs of host-placed blocks in few segments of host memory, which hold exactly their bytes: one, until blocks
-    move. When blocks leave a segment, its other slabs move to a new one together with new slabs, existing twice
-    meanwhile."""
+    move. When some leave a segment, its other slabs move to a new one with the new, existing twice meanwhile."""
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []

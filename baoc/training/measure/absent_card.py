@@ -68,8 +68,7 @@ PROFILE_BYTES = 0.2  # bytes per parameter that sampling gradients takes
 
 
 def card_of(config: RunConfig) -> Card | None:
-    """The card to plan for that is not here: the named one, or DEFAULT_CARD for a network too large for a CPU, or
-    None."""
+    """The card to plan for that is not here: the named one; for a network too large for a CPU DEFAULT_CARD; or None."""
     if config.mode != "plan":
         return None
     if config.device in CARDS:
@@ -388,8 +387,7 @@ def in_bf16(block: Block, *, names: Collection[str]) -> Block:
 
 
 def write_plan_totals(plan: Plan, *, config: RunConfig, device: str, rate: float, source: str, run_dir: Path) -> None:
-    """Writes `plan.json`, the plan's totals, from which a multirun makes its planned frontier. `rate`: predicted
-    samples per second."""
+    """Writes `plan.json`, of which a multirun makes its planned frontier. `rate`: predicted samples per second."""
     files.write_json(
         run_dir / "plan.json",
         {

@@ -64,9 +64,8 @@ class FirstStep:
         _close(self._hooks, self._cap)
 
     def learn(self, *reallocators: Reallocator) -> None:
-        """After the first step: plans for the budget, as the memory of forward and backward is known. `reallocators`:
-        one for each session. Raises InfeasibleBudgetError if nothing meets the budget, and BadInputError if the model
-        was moved meanwhile."""
+        """After the first step: plans for the budget, one of `reallocators` for each session. Raises
+        InfeasibleBudgetError if nothing meets it, and BadInputError if the model was moved meanwhile."""
         assert self._memory is not None
         memory, device, budget = self._memory, self._sessions[0].device, self._sessions[0].budget
         now = next(iter(self._sessions[0].params.values())).device
@@ -109,8 +108,7 @@ class FirstStep:
 
 def _shared(footprint: Footprint, *, among: int) -> Footprint:
     """The footprint of one of several optimizers. bf16 gradients save memory in the optimizer's step only, and states
-    take their place. If the step's peak is above that of forward and backward, each optimizer may fill its part of the
-    difference."""
+    take their place: of what the step's peak is above that of forward and backward, each may fill its part."""
     temporary = min(footprint.step_temporary_bytes.values(), default=0)
     step = footprint.resident_bytes + max(temporary, footprint.profile_temporary_bytes)
     room = 0 if footprint.released else max(step - footprint.forward_backward_bytes, 0)

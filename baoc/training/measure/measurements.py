@@ -171,9 +171,8 @@ class Measurements:
         return footprint
 
     def _footprint_at(self, size: int, recomputed: int) -> Footprint:
-        """The footprint at a number of recomputed layers that was measured. Compiled layers that keep their activations
-        keep fewer bytes than the uncompiled ones that were measured: a share as exact measurements tell, else
-        COMPILED_BYTES."""
+        """The footprint at a number of recomputed layers that was measured. Compiled layers keep a share of what
+        uncompiled ones do: as exact measurements tell, else COMPILED_BYTES."""
         uncompiled = upper_bound_at(self.measurements_of((size, recomputed, False)), micro_batch=size)
         most = max(self.small, default=0)
         if not self.compiled or recomputed or not most or (size, recomputed, False) in self.exact:
@@ -206,9 +205,8 @@ class Measurements:
         return self.config.batch_size // size * (ends[0] + share * (ends[1] - ends[0]))
 
     def _micro_batch_seconds(self, key: OptionKey) -> float:
-        """Seconds of one micro-batch by the line through small measurements. The line through small sizes, at which the
-        device waits for the host, is too low for large ones: kept layers then count with KEPT_SHARE of the seconds with
-        all layers recomputed."""
+        """Seconds of one micro-batch by the line through small measurements. For large ones it is too low, as the
+        device waits for the host in small ones: kept layers then count with KEPT_SHARE."""
         size, recomputed, _ = key
         measurements = self.small[recomputed] if self.compiled else self.measurements_of(key)
         seconds, most = seconds_at(measurements, micro_batch=size), max(self.small, default=0)
@@ -345,8 +343,7 @@ class Measurements:
     def compare(
         self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()
     ) -> None:
-        """Times two steps of this option (under gradient release in the training loop), or finds that it has no
-        room."""
+        """Times two steps of this option, under gradient release in the training loop, or finds that it has no room."""
         size, _, release = key
 
         def time_steps(_: bool) -> None:

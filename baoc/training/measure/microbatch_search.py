@@ -106,9 +106,8 @@ COMPILED_GAIN = 0.1  # of a run's seconds, what compiled layers are taken to sav
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The chosen option, the configuration with it, and the latency table to plan the run with. `footprint`: the
-    measurement by which the option fits. The same step measured again, with memory laid out otherwise, may take one of
-    the allocator's segments more."""
+    """The chosen option, the configuration with it, the latency table to plan the run with, and the measurement by
+    which it fits: the same step measured again may take one of the allocator's segments more."""
 
     config: RunConfig
     latency: LatencyTable
@@ -422,8 +421,7 @@ class MicroBatchSearch:
         return choice
 
     def _extra_compiling_seconds(self) -> float:
-        """How much longer a search of compiled layers may take: what training compiles anyway, and more in long
-        runs."""
+        """How much longer a search of compiled layers may take: what training compiles anyway; in long runs more."""
         if not self.measurements.compiled:
             return 0.0
         own_s = max(map(self.measurements.compile_seconds, self.measurements.rehearsed_s), default=0.0)
@@ -470,8 +468,7 @@ class MicroBatchSearch:
         return key_of(self.config, network=self.task.model, batches=batches, budget=self.budget, device=self.device)
 
     def confirm(self, entry: Entry) -> bool:
-        """True if a cached decision is good enough for this run and its option takes the bytes of then, by one
-        measurement."""
+        """True if a cached decision is good enough for this run, and its option still takes its bytes."""
         before = entry.footprint
         if entry.run_s < run_seconds(self.config, entry.chosen.samples_per_s):
             return False
@@ -627,8 +624,7 @@ class MicroBatchSearch:
         return sorted(options, key=lambda option: (option.recomputed, option.micro_batch, option.release))
 
     def _between_ends(self, ends: Mapping[OptionKey, Option]) -> list[OptionKey]:
-        """Keys between none and all layers recomputed that may be better than both ends, and those that were
-        measured."""
+        """Keys between none and all layers recomputed: those that may be better than both ends, and measured ones."""
         most = max(self.measurements.small)
         keys: list[OptionKey] = []
         for size, number, release in [key for key in ends if key[1] == most > 0]:
@@ -714,9 +710,8 @@ class MicroBatchSearch:
         return option
 
     def propose(self, key: OptionKey) -> Plan:
-        """Plans an option, or adjusts its earlier plan or refusal. The earlier one serves if seconds play no part and
-        the footprint is the same but for a context that has grown within the room that is left. Raises
-        InfeasibleBudgetError."""
+        """Plans an option, or adjusts its earlier plan or refusal if seconds play no part and the footprint differs by
+        a context that has grown within the room that is left. Raises InfeasibleBudgetError."""
         footprint, memory = self.planner.footprint, self.budget.memory_bytes
         old_footprint, plan = self._plans.get(key, (None, None))
         grown = footprint.context_bytes - old_footprint.context_bytes if old_footprint and footprint else 0

@@ -201,8 +201,7 @@ class MicroBatchRunner:
         return self._to_device(resize_batch(self._batch, micro_batch))
 
     def _seconds(self, batch: Any, *, per_step: int) -> float:
-        """Seconds of forward and backward. A series in which the allocator asked the device for memory, as it does not
-        in training, is timed again."""
+        """Seconds of forward and backward, timed again if the allocator asked the device for memory."""
 
         def run() -> None:
             self._loss(batch).backward()

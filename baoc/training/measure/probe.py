@@ -103,8 +103,7 @@ class UnmeasuredStepError(Exception):
 
 
 class Probe:
-    """Measures the trainer's module on its first batches, in Lightning's order of a step. Raises BadInputError if the
-    loader is empty."""
+    """Measures the trainer's module on its first batches, in Lightning's order. Raises BadInputError without one."""
 
     def __init__(self, trainer: L.Trainer, strategy: Any):
         self.module = trainer.lightning_module
