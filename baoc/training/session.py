@@ -574,27 +574,32 @@ class Session:
     def _time(self, measurer: Measurer, needed: set[str], *, given: LatencyTable | None = None) -> LatencyTable:
         """The table of the slowest rank, for which the others wait, relabelled with this rank's device. `needed`: specs
         to time. `given`: a table with the seconds of everything else."""
-        specs = list(self.settings.planner.all_specs.values())
-        trained = [param for param in self.params.values() if param.requires_grad]
-        max_s = LIMITED_TIMING_S if self.budget.step_time is not None else RECORDED_TIMING_S
+        specs, max_s = list(self.settings.planner.all_specs.values()), self._max_timing_s
 
         def measure() -> LatencyTable:
             rest_s = measurer.rest_seconds(specs, max_s=max_s, released=self.released) if given is None else 0.0
-            return time_specs(
-                specs,
-                device=self.device,
-                num_elements=sum(local_shard(param).numel() for param in trained),
-                num_tensors=len(trained),
-                rest_s=rest_s,
-                upkeep_bytes=measurer.upkeep_bytes,
-                needed=needed,
-                max_s=max_s,
-                cache_dir=cache_folder(),
-                previous=given,
-            )
+            return self.spec_table(specs, needed, upkeep_bytes=measurer.upkeep_bytes, rest_s=rest_s, previous=given)
 
         own = self.ranks.run_or_raise_on_all(measure, has_collectives=self._sharded)
         return replace(max(self.ranks.all_gather(own), key=lambda table: table.base_step_s), device=own.device)
+
+    @property
+    def _max_timing_s(self) -> float:
+        return LIMITED_TIMING_S if self.budget.step_time is not None else RECORDED_TIMING_S
+
+    def spec_table(self, specs: Sequence[OptimizerSpec], needed: Collection[str], **others: Any) -> LatencyTable:
+        """This rank's table of `specs`, of which the `needed` ones are timed; `others`: see `time_specs`."""
+        trained = [param for param in self.params.values() if param.requires_grad]
+        return time_specs(
+            specs,
+            device=self.device,
+            num_elements=sum(local_shard(param).numel() for param in trained),
+            num_tensors=len(trained),
+            needed=needed,
+            max_s=self._max_timing_s,
+            cache_dir=cache_folder(),
+            **others,
+        )
 
     @property
     def _sharded(self) -> bool:
@@ -613,7 +618,7 @@ class Session:
         )
 
     def _propose(self, measurer: Measurer | None, footprint: Footprint | None, *, budget: Budget) -> None:
-        """Sets planner, profiler and plan. Times chosen specs whose seconds were assumed, and then plans again."""
+        """Sets planner, profiler and plan. Times chosen specs whose seconds were assumed; a limit on time is replanned."""
         planner = self.planner_for(footprint, budget=budget)
         profiler = self._profiler_with_room(planner)
         plan = self.ranks.broadcast_result(planner.propose)

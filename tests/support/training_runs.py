@@ -33,7 +33,6 @@ def brief(*, depth: int = 1) -> Iterator[None]:
         mock.patch.dict(settings["tiny"], depth=depth),
         mock.patch.dict(settings["small"], depth=4),
         mock.patch.dict(REHEARSED_S, cpu=0.05),
-        mock.patch("baoc.training.measure.microbatch_search.FUSED_S", 0.05),
         mock.patch("baoc.training.session.RECORDED_TIMING_S", 0.05),
     ):
         yield

@@ -215,7 +215,7 @@ def test_where_not_even_a_trial_has_room_the_refusal_names_what_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: bool
 ):
     standing_in(monkeypatch, has_room=lambda _: False, context=context)
-    monkeypatch.setattr("baoc.training.measure.microbatch_search.time_specs", None)  # there is no room to time anything
+    monkeypatch.setattr("baoc.training.session.time_specs", None)  # there is no room to time anything
     budget = parse_budget({"memory": "512kb", "step_time": 1.1} if context else "512kb")
     with pytest.raises(InfeasibleBudgetError, match=r"cannot be met by any of 1[4-9] options.*least that one takes is"):
         run(tmp_path / "day" / "none", budget=budget)

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.cache import cache_folder
 from baoc.callbacks.generators import capture_rng, restore_rng
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import resolve_auto
@@ -35,7 +34,7 @@ from baoc.core.catalogue import SPECS
 from baoc.data.base import DataModule
 from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
 from baoc.models.switches import count_recomputed_layers, is_compiled, recomputable_layers, set_compiled, set_recomputed
-from baoc.optim.shards import is_sharded, local_shard
+from baoc.optim.shards import is_sharded
 from baoc.parallel import SINGLE_PROCESS, ranks
 from baoc.planning.choice import EXTRAPOLATED_ERROR, OptionChoice, OptionMeasurer, choose_option
 from baoc.planning.microbatch import (
@@ -53,7 +52,7 @@ from baoc.planning.microbatch import (
 from baoc.profiling import cap_device, clear_cache, context_bytes, describe, free_bytes, uncapped
 from baoc.profiling.memory import cap_suspended, least_budget_with_same_pages, least_confirmed_bytes
 from baoc.profiling.phase_timer import PhaseTimer
-from baoc.profiling.step_time import specs_timed_first, time_specs
+from baoc.profiling.step_time import specs_timed_first
 from baoc.tasks.base import Task
 from baoc.tracking import console, files
 from baoc.training.arriving_weights import must_wait, on_device_as_bf16
@@ -87,8 +86,6 @@ from baoc.types import Footprint, LatencyTable, OptimizerSpec, Option, Plan
 from baoc.units import format_bytes
 
 DECIDING_S = 12.0  # that a decision may take
-LIMITED_S = 5.0  # that a latency table may take if a step_time limit needs it
-FUSED_S = 0.5  # that one may take with fused AdamW alone, whose seconds per byte stand for all specs
 COMPARING_S, BYTES_S = 0.4, 0.6  # about what a comparison, or a measurement of bytes, takes beside its steps
 # Fields of a footprint that do not depend on the micro-batch: the profiler's, and temporaries of a step.
 SIZE_INDEPENDENT = (
@@ -575,17 +572,10 @@ class MicroBatchSearch:
         if not self.measurements.any_room:  # there is no room to time anything, and nothing will be run
             return LatencyTable(device=str(self.device), fixed_s={}, per_element_s={})
         limited = self.budget.step_time is not None
+        needed = specs_timed_first(specs, device=self.device) if limited else set[str]()
         with self.phases("the latency table"):
-            table = time_specs(
-                specs,
-                device=self.device,
-                num_elements=sum(local_shard(param).numel() for param in self.params.values()),
-                num_tensors=len(self.params),
-                upkeep_bytes=upkeep_bytes(clips=False, averages=self.task.ema is not None),
-                needed=specs_timed_first(specs, device=self.device) if limited else (),
-                max_s=LIMITED_S if limited else FUSED_S,
-                cache_dir=cache_folder(),
-            )
+            upkeep = upkeep_bytes(clips=False, averages=self.task.ema is not None)
+            table = self.session.spec_table(specs, needed, upkeep_bytes=upkeep)
         table = replace(self.ranks.broadcast(table), device=str(self.device))
         pairs = [(measured, number) for number, sizes in self.measurements.small.items() for measured in sizes]
         timed = [pair for pair in pairs if not math.isnan(pair[0].seconds)] or pairs
