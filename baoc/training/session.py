@@ -618,7 +618,7 @@ class Session:
         )
 
     def _propose(self, measurer: Measurer | None, footprint: Footprint | None, *, budget: Budget) -> None:
-        """Sets planner, profiler and plan. Times chosen specs whose seconds were assumed; a limit on time is replanned."""
+        """Sets planner, profiler and plan. Chosen specs of assumed seconds are timed, and under a limit replanned."""
         planner = self.planner_for(footprint, budget=budget)
         profiler = self._profiler_with_room(planner)
         plan = self.ranks.broadcast_result(planner.propose)
