@@ -3,6 +3,7 @@
 Subclasses make the loaders; this class resumes them at the next sample.
 """
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,6 +19,7 @@ from baoc.data.stream import StreamLoader
 from baoc.errors import BadInputError
 from baoc.types import DataSpec
 
+log = logging.getLogger(__name__)
 TrainLoader = ShuffledLoader | StreamLoader
 
 
@@ -77,10 +79,11 @@ class DataModule(L.LightningDataModule):
 
         Under Trainer(overfit_batches=...) it is a new loader with a fixed order.
         """
+        limit = self._limit()
         if getattr(self.trainer, "overfit_batches", 0) > 0:
             return self.make_overfit_loader()
         if self._loader is None:
-            self._loader = self.make_train_loader(limit=self._limit())
+            self._loader = self.make_train_loader(limit=limit)
             if self._resume is not None:
                 self._loader.load_state_dict(self._resume)
         return self._loader
@@ -94,12 +97,28 @@ class DataModule(L.LightningDataModule):
             self._loader.load_state_dict(self._resume)
 
     def _limit(self) -> int | None:
-        """Returns Trainer(limit_train_batches=...) as a number of batches; None for no limit."""
-        limit = None if self.trainer is None else self.trainer.limit_train_batches
+        """Batches of an epoch by Trainer(limit_train_batches=...), where overfit_batches count too; None for no limit.
+
+        A step of fewer micro-batches would be of fewer samples and a smaller gradient, so the trainer, which reads its
+        limit after this, gets one of whole optimizer steps.
+        """
+        trainer: Any = self.trainer
+        if trainer is None:
+            return None
+        limit = trainer.limit_train_batches
         if isinstance(limit, float):
-            per_step = self.batch_size * self.accumulate
-            return int(self.spec.num_train // per_step * self.accumulate * limit)
-        return limit
+            per_step = self.batch_size * rank_and_size(self)[1] * self.accumulate
+            limit = int(self.spec.num_train // per_step * self.accumulate * limit)
+        whole = -(-limit // self.accumulate) * self.accumulate
+        if whole != limit:
+            log.warning(
+                "an epoch of %d batches would end within a step of %d micro-batches: it is of %d batches",
+                limit,
+                self.accumulate,
+                whole,
+            )
+            trainer.limit_train_batches = whole
+        return whole
 
 
 class MapStyleDataModule(DataModule):

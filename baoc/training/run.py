@@ -200,15 +200,16 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
     config = resolved.config
     if device == "cuda" and config.model.compile is True:
         start_compiler()
-    undecided = resolved.needs_microbatch_search and not isinstance(config.micro_batch, int)
+    micro_batch, accumulate = config.micro_batch_size, config.accumulation
+    if resolved.needs_microbatch_search and not isinstance(config.micro_batch, int):
+        micro_batch = largest_divisor(config.batch_size, at_most=PLACEHOLDER_MICRO_BATCH)
+        accumulate = max(1, config.batch_size // (micro_batch * config.trainer.devices))
     data = build_data(
         config.dataset.name,
         task=config.task.name,
         path=config.dataset.path,
-        batch_size=largest_divisor(config.batch_size, at_most=PLACEHOLDER_MICRO_BATCH)
-        if undecided
-        else config.micro_batch_size,
-        accumulate=config.accumulation,
+        batch_size=micro_batch,
+        accumulate=accumulate,
         seed=config.seed,
         **own_tokenizer(instantiate_targets(config.dataset.options), config=config),
     )

@@ -159,6 +159,16 @@ def test_overfitting_repeats_the_same_batches():
     assert task.seen == task.seen[:2] * 3
 
 
+@pytest.mark.parametrize("limit", [{"limit_train_batches": 3}, {"overfit_batches": 3}, {"limit_train_batches": 0.15}])
+def test_an_epoch_of_part_of_a_step_is_of_a_whole_one(limit: dict[str, Any], caplog: pytest.LogCaptureFixture):
+    """Of 44 micro-batches a share of .15 is 6."""
+    task, whole = RecordingTask(), 4 if 3 in limit.values() else 8
+    tuned = trainer(max_epochs=1, accumulate_grad_batches=4, check_val_every_n_epoch=50, **limit)
+    tuned.fit(task, digits(batch_size=32, accumulate=4))
+    assert (len(task.seen), tuned.global_step) == (whole, whole // 4)
+    assert f"would end within a step of 4 micro-batches: it is of {whole} batches" in caplog.text
+
+
 def test_resuming_with_other_data_settings_is_refused(tmp_path):
     save = SaveAt("on_train_batch_end", step=1, path=tmp_path / "saved.ckpt")
     trainer(save, max_steps=2).fit(RecordingTask(), digits())

@@ -257,6 +257,14 @@ def test_a_network_without_parts_to_recompute_says_so():
         axes_of(asked, task=task)
 
 
+def test_a_batch_of_more_samples_than_there_are_is_refused_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(MicroBatchRunner, "measure", None)
+    with pytest.raises(BadInputError, match="a step of 625 x 8 samples does not fit the 1438 training samples"):
+        run(tmp_path / "day" / "large", batch_size=5000)
+
+
 def test_what_contradicts_itself_is_refused(tmp_path: Path):
     with pytest.raises(BadInputError, match=r"micro_batch=auto tries micro-batches at trainer\.precision=32-true or"):
         run(tmp_path / "day" / "precision", trainer=replace(config().trainer, precision="bf16-true"))
