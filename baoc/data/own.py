@@ -27,14 +27,7 @@ def build_own(
     The function gets `options`, and `path`, `task`, `seed`, `batch_size` and `accumulate` if its signature has them. It
     returns a `DataModule`, (train, val) or (train, val, facts). Each of train and val is a sequence of samples, or one
     mapping of equally long tensors. `facts` may hold num_classes, vocab_size (else guessed from the first 1,000
-    samples) and bytes_per_token. Images must be square for a vision model.
-
-    Args:
-        batch_size: samples of a micro-batch.
-        accumulate: micro-batches of a step.
-
-    Raises:
-        BadInputError: for any other return value.
+    samples) and bytes_per_token. Images must be square for a vision model. Raises BadInputError for anything else.
     """
     batches = {"batch_size": batch_size, "seed": seed, "accumulate": accumulate}
     if path is not None:
@@ -121,17 +114,17 @@ def _source(data: Any, *, name: str, split: str) -> Source:
         lengths = {key: len(value) for key, value in tensors.items()}
         if not lengths or len(set(lengths.values())) > 1:
             raise BadInputError(f"dataset={name}: its {split} part has tensors of different lengths: {lengths}")
-        if 0 in lengths.values():
-            raise BadInputError(f"dataset={name}: its {split} part is empty")
-        return TensorSource(tensors)
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        source = TensorSource(tensors)
+    elif not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise BadInputError(
             f"dataset={name}: its {split} part is a {type(data).__name__} without length or numbered samples; a stream "
             "needs a baoc.data.base.DataModule of its own"
         )
-    if len(data) == 0:
+    else:
+        source = Samples(data, name=name, split=split)
+    if len(source) == 0:
         raise BadInputError(f"dataset={name}: its {split} part is empty")
-    return Samples(data, name=name, split=split)
+    return source
 
 
 def _spec(name: str, train: Source, val: Source, *, facts: Mapping[str, Any], train_data: Any) -> DataSpec:
@@ -162,8 +155,8 @@ def _count_classes(train_data: Any, train: Source, *, labelled: bool) -> int | N
     if isinstance(train, TensorSource) and labelled:
         labels: Any = train.tensors["labels"]
     else:
-        labels = getattr(train_data, "targets", None)
-        labels = getattr(train_data, "labels", None) if labels is None else labels
+        given = (getattr(train_data, name, None) for name in ("targets", "labels"))
+        labels = next((values for values in given if values is not None), None)
     if labels is None or callable(labels):
         return None
     values = torch.as_tensor(labels)

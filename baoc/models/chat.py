@@ -40,8 +40,7 @@ class ChatTokenizer:
         self.vocab_size = max(len(self._library), self._library.vocab_size)
 
     def encode(self, sample: Mapping[str, Any], *, where: str) -> Conversation:
-        """A sample with `messages` or `conversations`, with `prompt` and `completion`, or with `instruction` and
-        `output`. Raises BadInputError, which names `where`."""
+        """A sample in any of the forms that the documentation names. Raises BadInputError, which names `where`."""
         if (messages := _messages_in(sample)) is not None:
             turns = [*_earlier_turns(sample), *messages] if isinstance(messages, list) and messages else messages
             return self._of_messages(turns, tools=sample.get("tools"), where=where)
