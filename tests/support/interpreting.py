@@ -6,6 +6,8 @@ machines with a GPU, on which other tests train, and for processes that `TRITON_
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +27,13 @@ if INTERPRETING:
 
     patch_language, patched = interpreter._patch_lang, set[Any]()
 
+    @cache
+    def languages_of(function: Any) -> set[Any]:
+        return {value for value in function.__globals__.values() if value is tl or value is tl.core}
+
     def patch_once(function: Any) -> Any:
         """Once a launch for all its device functions, in each call of which Triton looks through its whole language."""
-        languages = {value for value in function.__globals__.values() if value is tl or value is tl.core}
+        languages = languages_of(function)
         if languages <= patched:
             return SimpleNamespace(restore=lambda: None)
         is_launch = not patched
@@ -38,7 +44,19 @@ if INTERPRETING:
             scope.restore = lambda: (restore(), patched.clear())
         return scope
 
-    interpreter._patch_lang = patch_once
+    find_dtype, dtypes = interpreter._get_np_dtype, dict[str, Any]()
+
+    def dtype_of(dtype: Any) -> Any:
+        """Triton makes the table of all for each look into it."""
+        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if element.name not in dtypes:
+            dtypes[element.name] = find_dtype(element)
+        return dtypes[element.name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_of
+    # No whole number comes near its type's end in tensors of these sizes; looking takes a quarter of a launch.
+    builder: Any = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def interpreted(test: Callable[..., None]) -> Callable[..., None]:
