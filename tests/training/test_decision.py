@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -75,9 +76,14 @@ def chosen(run_dir: Path) -> dict[str, str]:
     return row
 
 
-def test_the_option_that_is_run_holds_what_was_predicted(tmp_path: Path):
-    run_dir = tmp_path / "day" / "auto"
-    result = run(run_dir)
+@pytest.fixture(scope="module")
+def decided(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
+    run_dir = tmp_path_factory.mktemp("day") / "auto"
+    return run_dir, run(run_dir)
+
+
+def test_the_option_that_is_run_holds_what_was_predicted(decided: tuple[Path, RunResult]):
+    run_dir, result = decided
     row = chosen(run_dir)
     ends = [row for row in rows(run_dir) if row["recomputed"] in ("0", row["num_layers"])]
     assert len(ends) == 14  # six micro-batches of 32 samples, the whole batch released too; all recomputed or none
@@ -97,9 +103,8 @@ def test_what_is_pinned_stays(tmp_path: Path):
     assert {row["micro_batch"] for row in rows(run_dir)} == {"8"} and chosen(run_dir)["accumulation"] == "4"
 
 
-def test_a_resumed_run_goes_on_with_what_was_decided(tmp_path: Path):
-    run_dir = tmp_path / "day" / "first"
-    run(run_dir)
+def test_a_resumed_run_goes_on_with_what_was_decided(decided: tuple[Path, RunResult], tmp_path: Path):
+    run_dir = shutil.copytree(decided[0], tmp_path / "day" / "first")
     decided = (run_dir / "decision.json").read_text()
     (run_dir / "options.csv").unlink()
     again = run(run_dir, resume="auto", trainer=replace(config().trainer, max_steps=3), objective="throughput")
