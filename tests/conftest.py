@@ -2,15 +2,19 @@
 
 import atexit
 import gc
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -56,8 +60,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 # Seconds of a processor, or of waiting, that the longest files take; of others a slow test takes a third of one.
 LONG_S = {
-    "training/test_decision.py": 45, "optim/test_sharded.py": 40, "training/test_least_kept.py": 35,
-    "training/test_ddp_runs.py": 30, "sweep/test_race.py": 30, "sweep/test_study_robust.py": 20,
+    "training/test_decision.py": 40, "optim/test_sharded.py": 30, "training/test_least_kept.py": 35,
+    "training/test_ddp_runs.py": 30, "sweep/test_race.py": 25, "sweep/test_study_robust.py": 15,
     "cli/test_several_devices.py": 20, "cli/test_exit_codes.py": 15, "training/test_preemption.py": 10,
     "sweep/test_study_launchers.py": 10, "cli/test_jobs.py": 15, "sweep/test_sweeps.py": 15,
     "training/test_experiments.py": 10, "training/test_budget_control.py": 10, "kernels/test_muon_step.py": 15,
@@ -65,7 +69,7 @@ LONG_S = {
     "kernels/test_fused_backend.py": 15, "examples/test_examples.py": 10, "training/test_plan_bytes.py": 10,
     "training/test_front_doors.py": 10, "config/test_own_code.py": 10, "cli/test_mixed_multirun.py": 10,
     "training/test_planning.py": 10, "profiling/test_depth.py": 10, "frontier/test_frontier_picture.py": 10,
-    "kernels/test_storage_paths.py": 5,
+    "kernels/test_storage_paths.py": 5, "training/test_measured_choice.py": 25,
 }  # fmt: skip
 
 
@@ -106,6 +110,30 @@ def dealt(files: dict[str, list[pytest.Item]], costs: dict[str, float], *, worke
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", default=None):  # the controller of xdist's workers collects nothing itself
         pytest_collection_finish()
+    elif hasattr(config, "workerinput") and config.getoption("markexpr") != "not slow" and sys.platform == "linux":
+        fork_servers_from_here(config)
+
+
+def fork_servers_from_here(config: pytest.Config) -> None:
+    """A worker's server of forks, and the one that comes after a killed one, would import for 6 s of a processor what
+    the worker imports in any case. They are forked from it as it is before it collects."""
+    from tests.support.commands import NEEDED, take_environment
+    from tests.support.forked_python import fork_on_demand
+
+    folder = TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    with warnings.catch_warnings():
+        warnings.resetwarnings()  # those of a fresh Python follow, in place of what makes warnings errors
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)
+        for module in NEEDED:
+            import_module(module)
+        gc.enable()
+        sys.dont_write_bytecode = GIVEN
+        fork_on_demand(Path(folder.name), take_environment)
+        multiprocessing.set_executable(f"{folder.name}/python")
+        sys.dont_write_bytecode = False
+        gc.disable()
 
 
 def pytest_collection_finish() -> None:

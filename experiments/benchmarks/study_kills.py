@@ -161,11 +161,12 @@ def _living(folder: Path) -> list[int]:
 
 
 def _is_trial(process: int) -> bool:
-    """A process number may have come again."""
+    """A process number may have come again; a trial leads its own session."""
     try:
-        return b"forkserver" in Path(f"/proc/{process}/cmdline").read_bytes()
+        state, _, _, session = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:4]
     except OSError:
         return False
+    return state != "Z" and int(session) == process
 
 
 def _kill(process: int) -> int:

@@ -17,7 +17,10 @@ from baoc.sweep import forkserver
 from tests.support.forked_python import fork_for_children
 from tests.support.waiting import PATIENCE_S
 
-NEEDED = (forkserver.PRELOAD, MODELS["vit"].module, *MODELS["vit"].imports)  # by runs, of which most train a ViT
+# By runs, of which most plan and train a ViT, and by workers of studies.
+NEEDED = (
+    forkserver.PRELOAD, MODELS["vit"].module, *MODELS["vit"].imports, "baoc.sweep.study", "tests.support.measured_steps"
+)  # fmt: skip
 
 
 def with_server() -> None:

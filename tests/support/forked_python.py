@@ -22,6 +22,7 @@ from typing import Any
 from baoc.sweep.forkserver import end_with_parent
 
 MOST_FILES = 64
+PYTHON = sys.executable
 SCRIPT = """#!{python} -SI
 import json, os, signal, socket, sys
 if "submitit.local._local" in sys.argv:  # which goes by its own process id, and imports little
@@ -43,19 +44,28 @@ sys.exit(code)
 
 def fork_for_children(folder: Path, take_environment: Callable[[dict[str, str]], None]) -> None:
     """From here on, as long as this process lives. It has no threads yet."""
+    sys.executable = str(folder / "python")  # for forks of its fork too
+    multiprocessing.set_executable(sys.executable)
+    fork_on_demand(folder, take_environment)
+
+
+def fork_on_demand(folder: Path, take_environment: Callable[[dict[str, str]], None]) -> None:
+    """`folder`/python runs as this Python, forked from this process as it is now, while that lives."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address := f"\0baoc-test-{os.getpid()}")
     listener.listen()
     script = folder / "python"
-    script.write_text(SCRIPT.format(python=sys.executable, address=address))
+    script.write_text(SCRIPT.format(python=PYTHON, address=address))
     script.chmod(0o755)
-    sys.executable = str(script)
-    multiprocessing.set_executable(sys.executable)
     if os.fork():
         listener.close()
         return
     end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what it forks
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in map(int, os.listdir("/proc/self/fd")):  # whoever reads from this process waits for its end alone
+        if file > 2 and file != listener.fileno():
+            os.dup2(null, file)
     while True:
         asked, _ = listener.accept()
         if not os.fork():

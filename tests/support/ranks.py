@@ -2,10 +2,12 @@
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.spawn import get_executable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -29,6 +31,11 @@ def group(rank: int, size: int, *, store: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def forked_from_here() -> bool:
+    """Whether servers of forks are forks of this process (tests/conftest.py), with what it has imported."""
+    return os.fsdecode(get_executable()) != sys.executable
+
+
 def in_processes(work: Callable[[int, int, Path], Any], *, size: int = 2, fresh: bool = False) -> list[Any]:
     """`work(rank, size, store)` of a module's top level in `size` processes; what they return, or the first error.
 
@@ -39,7 +46,10 @@ def in_processes(work: Callable[[int, int, Path], Any], *, size: int = 2, fresh:
     with tempfile.TemporaryDirectory() as folder:
         given = (size, Path(folder), dict(os.environ), work)
         if fresh:
+            kept = get_executable()
+            mp.set_executable(sys.executable)
             context = mp.start_processes(_fork, args=given, nprocs=1, start_method="spawn", join=False)
+            mp.set_executable(kept)
         else:
             context = mp.start_processes(_work, args=given, nprocs=size, start_method="forkserver", join=False)
         assert context is not None

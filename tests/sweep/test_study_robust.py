@@ -1,5 +1,6 @@
 """What happens to a study from outside: kills at random, Ctrl-C, memory that runs out, torn journals, ranks."""
 
+import json
 import os
 import shlex
 import shutil
@@ -25,7 +26,6 @@ from baoc.sweep.storage import open_study, seconds_of, to_current_paths
 from baoc.sweep.study import raise_if_all_failed, run_study
 from baoc.sweep.study_config import StudyConfig
 from baoc.tracking.files import read_json, write_json
-from experiments.benchmarks import study_kills
 from tests.support.commands import start_script
 from tests.support.paths import ROOT
 from tests.support.studies import STUB, attempts, config
@@ -35,8 +35,16 @@ pytestmark = pytest.mark.slow
 
 
 def test_random_kills_of_workers_and_trials_lose_and_repeat_nothing(tmp_path: Path):
-    given = study_kills.config(trials=6, kills=4, storage=None)
-    told = study_kills.run(tmp_path, given=given, kills=4, seed=1)
+    """Forked workers import nothing, which takes most of the seconds of one that is started anew after each kill."""
+    (script := tmp_path / "script.py").write_text(
+        "import json, sys\nfrom pathlib import Path\nfrom experiments.benchmarks import study_kills\n"
+        "given = study_kills.config(trials=6, kills=4, storage=None)\n"
+        "told = study_kills.run(Path(sys.argv[1]), given=given, kills=4, seed=1)\n"
+        "Path(sys.argv[2]).write_text(json.dumps(told))"
+    )
+    code, log = start_script(script, str(tmp_path / "study"), str(tmp_path / "told.json"), folder=tmp_path).done()
+    assert code == 0, log
+    told = json.loads((tmp_path / "told.json").read_text())
     assert told["killed_workers"] > 0 and told["killed_trials"] > 0
     assert (told["trials"], told["complete"]) == (6, 6)
     assert told["same_points"] and told["same_values"]
