@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 from baoc.config.dynamics import DynamicsConfig
 from baoc.config.race import RaceConfig
 from baoc.config.trainer_arguments import TrainerConfig
-from baoc.config.validate import ABOVE_0, FROM_0, OFF, SHARE, Allowed, at_least
+from baoc.config.validate import FROM_0, OFF, SHARE, Allowed, at_least
+from baoc.core.catalogue import MAX_LR, MIN_EPS
 from baoc.core.recipes import Recipe
 from baoc.errors import BadInputError
 from baoc.planning.cards import CARDS
@@ -145,9 +146,9 @@ class OptimConfig:
             micro-batch per batch. null leaves it to the micro-batch search, and is false without a search.
     """
 
-    lr: Annotated[float, Allowed("above 0, or null for what suits the model", gt=0)] | None = None
+    lr: Annotated[float, Allowed("above 0 and at most 1e30, or null", gt=0, le=MAX_LR)] | None = None
     betas: Annotated[tuple[_Beta, _Beta], Allowed("two numbers in [0, 1)")] = (0.9, 0.999)
-    eps: Annotated[float, ABOVE_0] = 1e-8
+    eps: Annotated[float, Allowed("at least 1.18e-38, as fp32 rounds less", ge=MIN_EPS)] = 1e-8
     weight_decay: Annotated[float, FROM_0] = 1e-2
     warmup_fraction: Annotated[float, SHARE] = 0.1
     schedule: Literal["cosine", "constant"] = "cosine"

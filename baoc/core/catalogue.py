@@ -14,6 +14,8 @@ from baoc.core.rule_tags import OWN_RULES
 from baoc.errors import BadInputError
 from baoc.types import CodecInfo, OptimizerSpec, Placement, StorageScheme, WeightsInfo
 
+MAX_LR = 1e30  # an update beyond fp32's range cannot be computed
+MIN_EPS = 2.0**-126  # of fp32's numbers with all of their bits; what is divided by a smaller one overflows
 GROUP = 32  # elements that share one scale; its two bytes cost 1/16 byte per element
 PACKED_GROUP = 64  # of the 4-bit codecs
 LEAST_PACKED = 4096  # smaller states stay fp32 under int4: they are of biases and norms, and cost next to nothing

@@ -4,6 +4,7 @@ Everything that cannot train correctly is refused here, before any state is allo
 """
 
 import logging
+import reprlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from baoc.core.catalogue import CODECS, SPECS, STORAGES, WEIGHTS, base_name, removal_message, unknown_spec_error
+from baoc.core.catalogue import (
+    CODECS,
+    MAX_LR,
+    MIN_EPS,
+    SPECS,
+    STORAGES,
+    WEIGHTS,
+    base_name,
+    removal_message,
+    unknown_spec_error,
+)
 from baoc.errors import BadInputError, unknown_name
 from baoc.optim.rules import RULES, Rule
 from baoc.optim.rules.matrix import SummingRule
@@ -190,11 +201,13 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for key in ("lr", "eps", "weight_decay"):
         value = settings[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= sys.float_info.max:
-            raise BadInputError(f"{key} is {value!r}: give a finite number of at least 0")
-    if settings["eps"] == 0:
+        if not is_number or not 0 <= value <= (MAX_LR if key == "lr" else sys.float_info.max):
+            most = f" and at most {MAX_LR:g}" * (key == "lr")
+            raise BadInputError(f"{key} is {reprlib.repr(value)}: give a finite number of at least 0{most}")
+    if settings["eps"] < MIN_EPS:
         raise BadInputError(
-            "eps is 0, so weights whose gradient has always been 0 would become 0/0: give a small number, such as 1e-8"
+            f"eps is {settings['eps']:g}, so weights whose gradient has always been 0 would become 0/0: give at least "
+            f"{MIN_EPS:.3g}, such as 1e-8"
         )
     betas = settings["betas"]
     pair = isinstance(betas, Sequence) and len(betas) == 2

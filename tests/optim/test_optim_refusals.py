@@ -61,6 +61,12 @@ def test_two_parameters_of_one_name() -> None:
     ("settings", "text"),
     [
         ({"lr": -1.0}, "lr is -1.0: give a finite number of at least 0"),
+        ({"lr": 1e38}, r"lr is 1e\+38: give a finite number of at least 0 and at most 1e\+30"),
+        ({"lr": 10**400}, "^lr is .{,60}: give a finite"),
+        (
+            {"eps": 1e-45},
+            "eps is 1e-45, so weights whose gradient has always been 0 .* give at least 1.18e-38, such as",
+        ),
         ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\): give two numbers in \[0, 1\)"),
         ({"eps": -1e-8}, "eps is -1e-08"),
         ({"eps": 0.0}, "eps is 0, so weights whose gradient has always been 0 would become 0/0.*such as 1e-8"),
