@@ -146,7 +146,9 @@ class OptimConfig:
             micro-batch per batch. null leaves it to the micro-batch search, and is false without a search.
     """
 
-    lr: Annotated[float, Allowed("above 0 and at most 1e30, or null", gt=0, le=MAX_LR)] | None = None
+    lr: (
+        Annotated[float, Allowed("above 0, or null for what suits the model, and at most 1e30", gt=0, le=MAX_LR)] | None
+    ) = None
     betas: Annotated[tuple[_Beta, _Beta], Allowed("two numbers in [0, 1)")] = (0.9, 0.999)
     eps: Annotated[float, Allowed("at least 1.18e-38, as fp32 rounds less", ge=MIN_EPS)] = 1e-8
     weight_decay: Annotated[float, FROM_0] = 1e-2

@@ -87,7 +87,10 @@ PROBLEMS = [
     (["seed=${nope}"], "a value refers to what is not there: Interpolation key 'nope' not found"),
     (["name=???"], "a value refers to what is not there: Missing mandatory value: name"),
     ([f"optim.lr=1{'0' * 5000}"], "a number of more than 4300 digits is given: no setting takes one"),
-    (["optim.lr=1e38"], "optim.lr=1e+38 is not allowed: it must be above 0 and at most 1e30, or null"),
+    (
+        ["optim.lr=1e38"],
+        "optim.lr=1e+38 is not allowed: it must be above 0, or null for what suits the model, and at most 1e30",
+    ),
     (["optim.eps=1e-45"], "optim.eps=1e-45 is not allowed: it must be at least 1.18e-38, as fp32 rounds less"),
     (["optim.lr=inf"], "optim.lr=inf is not allowed: it must be a finite number"),
     (["trainer.val_check_interval=0"], "trainer.val_check_interval=0 is not allowed: it must be more than 0"),
