@@ -3,7 +3,6 @@
 Beside the arguments, contains nothing that identifies the machine or its user.
 """
 
-import json
 import os
 import platform
 import subprocess
@@ -14,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baoc.config import assets
+from baoc.tracking.files import write_json
 
 SCHEMA = 1
 PACKAGES = ("torch", "lightning", "transformers", "numpy", "scipy", "hydra-core", "optuna", "wandb", "triton")
@@ -41,7 +41,7 @@ def write_environment(path: Path, *, baoc: str, command: str, argv: Sequence[str
         "command": command,
         "argv": list(argv),  # of the command line; empty in a process of a launcher
     }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(path, content)
 
 
 @cache

@@ -22,6 +22,7 @@ from baoc.core.budgets import parse_budget
 from baoc.core.recipes import NO_RECIPE, Recipe, recipe_from_node
 from baoc.errors import BadInputError, unknown_name
 from baoc.models import choose_size
+from baoc.tracking.files import write_text
 from baoc.types import Budget, Role, to_plain
 
 
@@ -121,7 +122,7 @@ def write_config(config: RunConfig, *, path: Path) -> None:
     if config.race == RaceConfig() and config.mode != "race":
         del plain["race"]
     text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=False, allow_unicode=True)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def check_names(config: RunConfig) -> None:

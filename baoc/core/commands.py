@@ -99,8 +99,8 @@ def tell(text: str) -> None:
 
 
 def _output_is_full() -> bool:
-    """Whether it is stdout that has no room, told by a line end: nothing is kept of what could not be written. Pipes
-    and terminals always have room, and would show that line."""
+    """Whether stdout has no room, told by a line end: nothing is kept of what could not be written. Pipes and terminals
+    always have room, and would show that line. Another file of its disk may be what failed."""
     if os.isatty(1) or stat.S_ISFIFO(os.fstat(1).st_mode):
         return False
     try:
@@ -126,8 +126,8 @@ def system_error(error: BaseException) -> BaocError | None:
         if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:
             if cause.filename is None and _output_is_full():
                 return OutputError(
-                    "no space left for what the command prints: free space where its standard output goes, or send "
-                    "that elsewhere (>FILE); files of a run are not concerned"
+                    "no space left for what the command prints or a file beside it: free space where its standard "
+                    "output goes, or send that (>FILE) and what it writes (hydra.run.dir=PATH) elsewhere"
                 )
             return disk_full_error(cause, cause.filename)
         if isinstance(cause, OSError) and _made_a_folder(cause):

@@ -17,7 +17,7 @@ from baoc.frontier.comparable_runs import (
     quality_objective,
     workload_frontier,
 )
-from baoc.frontier.page import basis_text, shorten_numbers, write_page
+from baoc.frontier.page import basis_text, short_names, shorten_numbers, write_page
 from baoc.frontier.pareto import HYPERVOLUME_UNIT, Frontier, frontier_rows
 from baoc.frontier.runs import STUDY_FILE, RunFolder, Workload, failed_run, find_runs
 from baoc.tracking.console import print_frontier
@@ -86,11 +86,13 @@ def build_report(
         for (workload, _), frontier in zip(workloads, frontiers, strict=True):
             order = [row["run"] for row in frontier_rows(frontier)]  # as in frontier.csv
             points = sorted(frontier.points, key=lambda point, order=order: order.index(point.run))
-            points = [replace(point, label=shorten_numbers(point.label)) for point in points]
+            short = short_names([point.label for point in points], shorten=shorten_numbers)
+            points = [replace(point, label=short[point.label]) for point in points]
             name = ", ".join(part for part in workload[:3] if part)
             print_frontier(points, quality=workload[3], title=f"Frontier of {name}")
         if failed:
-            print_frontier([], failed=[replace(job, label=shorten_numbers(job.label)) for job in failed])
+            short = short_names([job.label for job in failed], shorten=shorten_numbers)
+            print_frontier([], failed=[replace(job, label=short[job.label]) for job in failed])
     return SweepFrontier(frontiers=tuple(frontiers), failed=failed)
 
 

@@ -8,7 +8,7 @@ import html
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from itertools import chain
@@ -55,6 +55,7 @@ def page_data(
     """
     names = label_runs(runs)
     failed = [(run, job) for run in runs if (job := failed_run(run, label=names[run.path])) is not None]
+    failed_names = short_names([job.label for _, job in failed], shorten=shorten_numbers)
     return {
         "title": title,
         "workloads": [
@@ -64,7 +65,7 @@ def page_data(
         "failed": [
             {
                 "run": job.run,
-                "label": shorten_numbers(job.label),
+                "label": failed_names[job.label],
                 "code": job.exit_code,
                 "message": job.message,
                 "folder": _relative_folder(run, page_folder=page_folder),
@@ -278,15 +279,18 @@ def _steps(runs: Sequence[RunFolder]) -> str:
     return f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
 
 
-def short_names(labels: Sequence[str]) -> dict[str, str]:
-    """Label -> short name for a figure. It drops keys that the value makes obvious (`budget=8gb` becomes `8gb`), and
-    all but the name of a uniform baseline. Labels whose short names would be equal are kept as they are."""
-    names = {label: _short_name(label) for label in labels}
-    counts = Counter(names.values())
-    return {label: name if counts[name] == 1 else label for label, name in names.items()}
+def shorten_numbers(text: str) -> str:
+    """The text with four digits of each number, unless these make a whole one of it, as of a beta of .99999."""
+
+    def shorten(digits: re.Match[str]) -> str:
+        short = f"{float(digits[0]):.4g}"
+        return short if set(short) & set(".e") else digits[0]
+
+    return _LONG_NUMBER.sub(shorten, text)
 
 
 def _short_name(label: str) -> str:
+    """A label without keys that the value makes obvious (`budget=8gb` becomes `8gb`); of a baseline its name alone."""
     words: dict[str, str] = {}
     for word in re.split(r" (?=[\w.]+=)", label):
         key, _, value = word.partition("=")
@@ -305,8 +309,11 @@ def _short_name(label: str) -> str:
     return " ".join(parts) or label
 
 
-def shorten_numbers(text: str) -> str:
-    return _LONG_NUMBER.sub(lambda digits: f"{float(digits[0]):.4g}", text)
+def short_names(labels: Iterable[str], *, shorten: Callable[[str], str] = _short_name) -> dict[str, str]:
+    """Label -> short name. Labels whose short names would be equal are kept as they are."""
+    names = {label: shorten(label) for label in labels}
+    counts = Counter(names.values())
+    return {label: name if counts[name] == 1 else label for label, name in names.items()}
 
 
 def _relative_folder(run: RunFolder, *, page_folder: Path) -> str:

@@ -190,8 +190,9 @@ def _settings(path: Path, *, result: Mapping[str, Any] | None) -> dict[str, Any]
     if not isinstance(config or {}, dict):
         raise BadInputError(f"{file} holds no settings but {str(config)[:40]!r}: it was damaged; remove it")
     settings = _flatten({key: value for key, value in (config or {}).items() if key not in INCIDENTAL})
-    command = str((result or {}).get("command", ""))
-    if settings.get("blocks.by") == "layer_role" and not _SETS_BLOCKS.search(command):
+    environment = path / "env.json"  # of a run without a result too
+    command = (result or (read_record(environment, {}) if environment.is_file() else None) or {}).get("command")
+    if command is not None and settings.get("blocks.by") == "layer_role" and not _SETS_BLOCKS.search(str(command)):
         settings["blocks.by"] = "auto"  # what earlier versions called the default
     return settings
 

@@ -5,7 +5,7 @@ budget, the allocator's plan, and its permutation as a control (`baoc.planning.p
 names its blocks.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class RaceTarget:
         num_train: training examples; 0 for a stream.
         steps: of the run.
         lr: learning rate of fp32 AdamW; an entrant's rates are multiples of it.
+        left_out: recipes of race.recipes that are no entrants; not kept by earlier versions.
     """
 
     racers: tuple[Racer, ...]
@@ -58,6 +59,7 @@ class RaceTarget:
     lr: float
     quality: str
     higher_is_better: bool
+    left_out: tuple[str, ...] = ()
 
 
 def write_entrants(
@@ -73,7 +75,9 @@ def write_entrants(
     entrants = proposals(planner, recipes=requested, seed=config.seed)
     if requested is not None:
         entrants = [entrant for entrant in entrants if entrant.recipe is not None]
-        say_left_out(config.race.recipes, racing={entrant.name for entrant in entrants})
+    racing = {entrant.name for entrant in entrants}
+    left_out = [recipe.name for recipe in requested or () if recipe.name not in racing]
+    say_left_out(left_out)
     if not any(entrant.uniform for entrant in entrants):
         raise _nothing_fits(planner, recipes=requested or list(RECIPES.values()))
     steps = config.trainer.max_steps
@@ -98,17 +102,16 @@ def write_entrants(
         "lr": config.optim.lr,
         "quality": quality[0],
         "higher_is_better": quality[1],
+        "left_out": left_out,
     }
     files.write_json(run_dir / ENTRANTS_FILE, content)
     console.say(f"a race would try {', '.join(entrant.name for entrant in entrants)}")
 
 
-def say_left_out(requested: Sequence[str], *, racing: Collection[str]) -> None:
-    """Prints which of race.recipes are not among the entrants."""
-    names = [find_recipe(name).name for name in requested]
-    if left_out := [name for name in names if name not in racing]:
+def say_left_out(names: Sequence[str]) -> None:
+    if names:
         console.say(
-            f"not raced, as the budget does not hold it or catalogue.specs lacks what it runs: {', '.join(left_out)}"
+            f"not raced, as the budget does not hold it or catalogue.specs lacks what it runs: {', '.join(names)}"
         )
 
 
@@ -154,7 +157,7 @@ def read_target(path: Path) -> RaceTarget:
         racers = [
             Racer(entrant=read_plain(Entrant, row), recipe=find_recipe(row["recipe"])) for row in content["racers"]
         ]
-        target = read_plain(RaceTarget, {**content, "racers": []})
+        target = read_plain(RaceTarget, {**content, "racers": []}, partial=True)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} holds no entrants of a race ({error}): it was damaged; remove it to have them planned again"

@@ -350,7 +350,7 @@ class RaceRun:
             self._plan_in_process()
             write_json(file, read_json(self.folder / TARGET_PLAN_FOLDER / ENTRANTS_FILE))
         target = read_target(file)
-        say_left_out(self.config.race.recipes, racing={racer.name for racer in target.racers})
+        say_left_out(target.left_out)
         for racer in target.racers:
             builtin = RECIPES.get(racer.name)
             if builtin is None or replace(racer.recipe, share=None) != replace(builtin, share=None):

@@ -149,8 +149,9 @@ def print_plan(plan: Plan, *, title: str = "Allocation") -> None:
     console.print(table)
     if any(reason.cheaper or reason.dearer for reason in plan.reasons):
         console.print("why: the next cheaper and dearer spec, and the bytes and risk each would change", style="dim")
-    for row in rows if reasons_below else ():
-        console.print(f"{row.block}: {row.why}", markup=False)
+    for row in rows:
+        if reasons_below and row.why:
+            console.print(f"{row.block}: {row.why}", markup=False)
     if plan.allocation.host_bytes:
         console.print("h: on the host, where @ says how they are stepped", style="dim")
     for line in plan_lines(plan):

@@ -190,7 +190,10 @@ class Narrator:
                 return
         self.num_moves += bool(event.moves)
         if self.verbose:
-            print_reallocation(event)
+            if event.trigger == "resume" and not event.moves and self.reallocator.deferred_budget is not None:
+                say(f"step {event.step}, resume: {event.why}")  # what moves is told after the first step
+            else:
+                print_reallocation(event)
             if event.accepted and not is_first:
                 say(summary_text(plan, title=f"{self.name}: plan from step {event.step} on") + "\n")
         self._log()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.config.schema import ReallocationConfig
+from baoc.core.catalogue import SPECS
 from baoc.core.recipes import Tuning, tuning_of
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError
 from baoc.optim import BeforeStep, BlockwiseOptimizer
@@ -594,10 +595,12 @@ class Reallocator:
         """A clause that names both rates, where what was trained goes on at others than it ran at."""
         if _is_provisional(self.plan):
             return []
-        before, self._ran_at = self._ran_at, tuning_of(self.plan) or Tuning()
-        if before is None or before == self._ran_at or not self.step:
-            return []
-        return [f"what ran at {before.text} goes on at {self._ran_at.text}"]
+        before, self._ran_at = self._ran_at, (after := tuning_of(self.plan) or Tuning())
+        rules = {name: SPECS[spec].rule for name, spec in self.plan.allocation.choices.items()}
+        run = [(live.block, rules.get(name, live.spec.rule)) for name, live in self.optimizer.registry.live.items()]
+        if before is None or not self.step or all(before.of(b, rule=r) == after.of(b, rule=r) for b, r in run):
+            return []  # a multiple that no block runs at has not changed anything
+        return [f"what ran at {before.text} goes on at {after.text}"]
 
     def report_resume(self, moves: Sequence[BlockMove], *, notes: Sequence[str]) -> None:
         """Notifies listeners of a resume that changed something: by `moves`, the conversions that loading the optimizer

@@ -165,8 +165,8 @@ def test_full_output_and_a_reader_that_has_gone(run_python):
         body = f"import runpy\nsys.argv = ['x', *{words}]\nrunpy.run_module('baoc', run_name='__main__')\n"
         done = run_python(full + body)
         assert done.returncode == code_of("a full disk") and done.stderr == (
-            "baoc: error: no space left for what the command prints: free space where its standard output goes, or "
-            "send that elsewhere (>FILE); files of a run are not concerned\n"
+            "baoc: error: no space left for what the command prints or a file beside it: free space where its standard "
+            "output goes, or send that (>FILE) and what it writes (hydra.run.dir=PATH) elsewhere\n"
         )
         done = run_python(gone + body)
         assert (done.returncode, done.stderr) == (code_of("a reader"), "")

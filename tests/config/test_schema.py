@@ -1,13 +1,16 @@
 """Checks that a RunConfig makes of its own values, and its way to config.yaml and back."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from baoc.config.environment import write_environment
 from baoc.config.from_hydra import from_plain, to_conf, write_config
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, OutputError
 from tests.support.paths import read_config
 
 
@@ -104,6 +107,18 @@ def test_config_yaml_reads_back_as_the_same_run(tmp_path: Path):
     assert run.model.options == {"dropout": 0.25} and to_conf(run)["model"]["dropout"] == 0.25
     assert (run.model.freeze, run.model.lora.rank, run.task.options["mixup"]) == (("*embeddings*",), 8, 0.2)
     assert (run.dataset.options["workers"], run.dataset.options["augment"], run.dataset.path) == (2, "flip", "here")
+
+
+def test_a_full_disk_is_told_with_the_file_of_a_run_that_it_keeps_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match=r"no space left for config.yaml in "):
+        write_config(RunConfig(), path=tmp_path / "config.yaml")
+    with pytest.raises(OutputError, match=r"no space left for env.json in "):
+        write_environment(tmp_path / "env.json", baoc="1", command="c", argv=(), device="cpu")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("relaxation", [{}, {"from_step": None, "every": 100, "calm": 0.5, "max_risk": 0.1}])

@@ -116,6 +116,11 @@ ACTS = {
         told.foreign = take("#sort=-none&axis=none&off=x&kind=x");
         told.again = take(hash);
         told.lists = ["x", '"uniform"', null, '["uniform"]'].map(listOf);
+        take("#view");
+        const plain = labels();
+        currentWorkload().points.forEach((own, at) => { own.ranks = 1; own.interval = null; });
+        const same = (key) => { take(`#sort=${key}`); return String(labels()) === String(plain); };
+        told.hidden = ["ranks", "-interval"].map(same);
     """,
 }
 
@@ -163,6 +168,7 @@ def test_a_view_is_in_the_address_and_comes_back_from_it(read: tuple[Path, str, 
     assert told["link"] == (folder / "random #1?").as_uri() + "/"
     assert told["seen"][1:] == ["peak_mib", "seeds=1", "quality", True, "allocator=random"]
     assert len(told["foreign"][0]) == 4 and told["lists"] == [[], [], [], ["uniform"]]
+    assert told["hidden"] == [True, True], "a column that is left out sorts nothing"
     assert told["again"] == told["seen"]
     assert str(folder) not in (folder / "frontier.html").read_text(), "it is uploaded"
 

@@ -1,6 +1,7 @@
 """The frontier of a folder: seeds are joined, points are named by what differs, failed jobs keep their reason."""
 
 import csv
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from baoc.errors import BadInputError
 from baoc.frontier.build import write_frontier
 from baoc.frontier.runs import find_runs, setting_labels
+from baoc.tracking.files import write_json
 from baoc.types import Quality
 from tests.support.sweep_jobs import config, error, job
 
@@ -206,5 +208,11 @@ def test_an_earlier_default_of_blocks_is_no_difference_and_one_that_was_given_is
     for name, by, words in (("0", "layer_role", ""), ("1", "auto", ""), ("2", "layer_role", " blocks=layer_role")):
         settings = config(seed=0, budget="state_50", allocator="exact", blocks={"by": by, "patterns": []})
         job(tmp_path / name, loss=0.1, settings=settings, command=f"python run.py model=vit{words}")
-    assert [run.settings["blocks.by"] for run in find_runs(tmp_path)] == ["auto", "auto", "layer_role"]
+        error(failed := tmp_path / f"{name}_failed", exit_code=5, message="m")
+        (failed / "config.yaml").write_text(yaml.safe_dump(settings))
+        write_json(failed / "env.json", {"command": f"python run.py model=vit{words}"})
+    ways = {run.name: run.settings["blocks.by"] for run in find_runs(tmp_path)}
+    assert list(ways.values()) == ["auto"] * 4 + ["layer_role"] * 2, ways
+    for name in ("0", "1"):
+        shutil.rmtree(tmp_path / f"{name}_failed")
     assert setting_labels(find_runs(tmp_path)[:2]) == ["budget=state_50"] * 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baoc.frontier.build import title_of
-from baoc.frontier.page import page_data, short_names
+from baoc.frontier.page import page_data, short_names, shorten_numbers
 from baoc.frontier.pareto import Objective
 from baoc.frontier.runs import find_runs
 from baoc.frontier.summary import ComparedPoint, best_at_levels, choose_level, summary_sentence
@@ -95,6 +95,10 @@ def test_short_names_leave_out_what_is_plain_and_stay_different():
     assert told[labels[0]] == "adamw" and told[labels[1]] == "exact state_10 prior lr 0.003"
     assert (told[labels[2]], told[labels[3]]) == (labels[2], labels[3]), "alike without their risk"
     assert told["runs/7"] == "runs/7"
+    betas = [f"optim.betas=[0.9,{beta}]" for beta in (0.99999, 0.99998)]
+    assert [shorten_numbers(label) for label in betas] == betas  # neither is 1
+    lrs = ["optim.lr=0.00123441", "optim.lr=0.00123442", "optim.lr=0.0567891"]
+    assert list(short_names(lrs, shorten=shorten_numbers).values()) == [*lrs[:2], "optim.lr=0.05679"]
 
 
 def test_the_page_tells_what_its_points_are_and_how_much_state_each_block_keeps(tmp_path: Path):

@@ -78,7 +78,8 @@ def test_a_plan_by_block_is_planned_again_on_the_blocks_that_it_names(settings: 
 
 def test_only_the_recipes_that_were_named_race(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     left(tmp_path, words=("race.recipes=[foam8_lean,adamw]",))
-    assert [one.name for one in read_target(tmp_path / ENTRANTS_FILE).racers] == ["foam8_lean"]
+    target = read_target(tmp_path / ENTRANTS_FILE)
+    assert [one.name for one in target.racers] == ["foam8_lean"] and target.left_out == ("adamw",)
     assert (
         "not raced, as the budget does not hold it or catalogue.specs lacks what it runs: adamw"
         in capsys.readouterr().out

@@ -635,8 +635,9 @@ def test_what_a_race_leaves_out_is_told(
 
     monkeypatch.setattr(RaceRun, "fit_cap", two)
     monkeypatch.setattr(RaceRun, "run_course", no_time)
-    write_target(tmp_path, names=("muon8_lean", "foam8_lean", "adamw4", "permuted"))
-    assert raced(tmp_path, "race.recipes=[muon8_lean,scale8]", cap_s=60.0) is None
+    write_target(tmp_path, names=("muon8_lean", "foam8_lean", "adamw4", "permuted"), left_out=["scale8"])
+    # A race that has begun asks for no file of race.recipes again
+    assert raced(tmp_path, "race.recipes=[muon8_lean,scale8,/gone/mine.yaml]", cap_s=60.0) is None
     said = capsys.readouterr().out
     assert "the budget does not hold it or catalogue.specs lacks what it runs: scale8\n" in said
     assert "not raced, as there is no time for it: adamw4\n" in said

@@ -252,6 +252,7 @@ def test_on_a_narrow_terminal_long_reasons_have_lines_of_their_own(monkeypatch: 
     assert lines.count(next(line for line in lines if line.startswith("layers.1.mlp: because because"))) == 1
     assert max(map(len, lines)) <= 80
     assert not any(line.split() == ["block", "spec", "bytes", "risk", "why"] for line in lines)
+    assert len(plan.allocation.choices) > 1 and not any(line.endswith(":") for line in lines)
 
 
 def test_a_word_of_a_run_s_label_is_never_torn(monkeypatch: pytest.MonkeyPatch) -> None:

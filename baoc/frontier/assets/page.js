@@ -55,6 +55,12 @@ function columnsOf(workload) {
   return [{key: "point", head: "point", of: (p) => p.short}, {key: comparedBy(), head: comparedBy(), of: (p) => p.family}, ...numbers, ...settings];
 }
 
+// Without columns in which no point has more to say than that there is one
+const shownColumns = (workload) => {
+  const says = {interval: (p) => p.interval !== null, ranks: (p) => p.ranks > 1};
+  return columnsOf(workload).filter((column) => !says[column.key] || workload.points.some(says[column.key]));
+};
+
 const asNumber = (value) => (typeof value === "number" ? value : typeof value === "string" && value.trim() !== "" && isFinite(value) ? Number(value) : null);
 
 // A test of points for a query: words that a row has, and comparisons of a column or setting, by its name or the end of it
@@ -243,7 +249,7 @@ function curves(workload) {
 
 function ranked(workload, points) {
   const sign = workload.higher ? -1 : 1, nullLast = (value) => Number(value === null);
-  const column = columnsOf(workload).find((own) => own.key === state.sort);
+  const column = shownColumns(workload).find((own) => own.key === state.sort);
   if (!column) return [...points].sort((a, b) => Number(a.dominated) - Number(b.dominated) || nullLast(a.quality) - nullLast(b.quality) || sign * (a.quality - b.quality));
   const direction = state.descending ? -1 : 1;
   return [...points].sort((a, b) => {
@@ -253,8 +259,7 @@ function ranked(workload, points) {
 }
 
 function pointTable(workload) {
-  const says = {interval: (p) => p.interval !== null, ranks: (p) => p.ranks > 1}; // columns that are left out where no point has more to say
-  const columns = columnsOf(workload).filter((column) => !says[column.key] || workload.points.some(says[column.key]));
+  const columns = shownColumns(workload);
   const heads = columns.map((column) => {
     const own = state.sort === column.key, cell = element("th", {className: column.numeric ? "number" : ""});
     cell.setAttribute("aria-sort", own ? (state.descending ? "descending" : "ascending") : "none");
