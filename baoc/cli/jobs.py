@@ -23,7 +23,7 @@ from baoc.cli.ranks import is_nonzero_rank, leave, serve, with_all_ranks
 from baoc.cli.run_lock import FolderInUseError, lock_folder
 from baoc.config.from_hydra import from_hydra, write_config
 from baoc.config.nodes import as_typed
-from baoc.config.schema import RunConfig, changed_keys
+from baoc.config.schema import RiskConfig, RunConfig, changed_keys
 from baoc.core import own_code
 from baoc.core.commands import INTERRUPTED
 from baoc.errors import BadInputError, OutputError
@@ -178,8 +178,12 @@ def _race_and_run(config: RunConfig, *, run_dir: Path, overrides: Sequence[str])
     if config.mode == "race":
         import_module(RACES).race_command(config, overrides=overrides, folder=run_dir, command=command)
         return
-    if config.recipe is not None and (idle := changed_keys(config.catalogue, path="catalogue")):
-        say(f"{idle}: without effect, as recipe={config.recipe.name} says what every block runs")
+    if config.recipe is not None:
+        given = f"as recipe={config.recipe.name} says what every block runs"
+        if idle := changed_keys(config.catalogue, path="catalogue"):
+            say(f"{idle}: without effect, {given}")
+        if config.risk.name != RiskConfig().name:
+            say(f"risk={config.risk.name}: prices the plan and chooses no spec, {given}")
     settled = resolve_raced_recipe(config)
     if config.mode == "train" and config.race.first != "off":
         folder = run_dir / "race"

@@ -702,7 +702,10 @@ def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None, **overr
     settings = replace(settings, **{key: value for key, value in overrides.items() if value is not None})
     if recipe is None:
         return settings
-    resolved = find_recipe(recipe)
+    resolved, risk = find_recipe(recipe), settings.planner.risk
+    if risk not in (MEASURED, PlannerSettings().risk):  # the defaults
+        given = f"as recipe={resolved.name} says what every block runs"
+        log.warning("risk=%s: prices the plan and chooses no spec, %s", risk, given)
     matching = settings.rms_matching if resolved.matching else False
     return replace(settings, planner=replace(settings.planner, recipe=resolved), rms_matching=matching)
 

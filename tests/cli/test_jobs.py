@@ -138,14 +138,21 @@ def test_what_is_refused_as_a_whole_leaves_no_folder(training, frontiers, tmp_pa
             "catalogue.specs: without effect, as recipe=muon8_lean says",
         ),
         (["catalogue.specs=[adamw*]"], None),
+        (["risk=statistics"], None),
         (["recipe=muon8_lean"], None),
+        (
+            ["recipe=muon8_lean", "risk=statistics"],
+            "risk=statistics: prices the plan and chooses no spec, as recipe=muon8_lean says what every block runs",
+        ),
     ],
 )
-def test_specs_beside_a_recipe_are_told_to_be_without_effect(training, capsys, words: list[str], said: str | None):
+def test_specs_and_risk_beside_a_recipe_are_told_to_choose_nothing(
+    training, capsys, words: list[str], said: str | None
+):
     training(do_nothing)
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "without effect" not in out if said is None else said in out
+    assert "says what every block runs" not in out if said is None else said in out
 
 
 def test_a_run_is_never_written_over_another(training, tmp_path: Path, capsys):
