@@ -280,11 +280,11 @@ def _steps(runs: Sequence[RunFolder]) -> str:
 
 
 def shorten_numbers(text: str) -> str:
-    """The text with four digits of each number, unless these make a whole one of it, as of a beta of .99999."""
+    """The text with four digits of each number, or as many as do not make a whole one of it, as of a beta of .99999."""
 
     def shorten(digits: re.Match[str]) -> str:
-        short = f"{float(digits[0]):.4g}"
-        return short if set(short) & set(".e") else digits[0]
+        texts = (f"{float(digits[0]):.{count}g}" for count in range(4, 17))
+        return next((text for text in texts if set(text) & set(".e")), digits[0])
 
     return _LONG_NUMBER.sub(shorten, text)
 

@@ -95,8 +95,9 @@ def test_short_names_leave_out_what_is_plain_and_stay_different():
     assert told[labels[0]] == "adamw" and told[labels[1]] == "exact state_10 prior lr 0.003"
     assert (told[labels[2]], told[labels[3]]) == (labels[2], labels[3]), "alike without their risk"
     assert told["runs/7"] == "runs/7"
-    betas = [f"optim.betas=[0.9,{beta}]" for beta in (0.99999, 0.99998)]
-    assert [shorten_numbers(label) for label in betas] == betas  # neither is 1
+    betas = [f"optim.betas=[0.9,{beta}]" for beta in (0.99999, 0.99998)]  # neither is 1
+    assert [shorten_numbers(label) for label in betas] == betas
+    assert shorten_numbers("optim.betas=[0.9,0.9999800000000001]") == betas[1]
     lrs = ["optim.lr=0.00123441", "optim.lr=0.00123442", "optim.lr=0.0567891"]
     assert list(short_names(lrs, shorten=shorten_numbers).values()) == [*lrs[:2], "optim.lr=0.05679"]
 

@@ -226,12 +226,13 @@ function heat(workload) {
   byId("heat").style.height = `${Math.max(300, 214 + 22 * blocks.length)}px`;
   byId("heat").style.minWidth = `${Math.max(NARROW ? 560 : 0, 220 + 26 * ordered.length)}px`;
   const scale = isDark() ? [[0, "#24282d"], [0.35, "#274a66"], [0.6, "#3d83b5"], [1, "#b5dcfa"]] : [[0, "#f3f0e6"], [0.35, "#b9d3e3"], [0.6, "#5c9bc4"], [1, "#123f66"]];
+  const shares = blocks.length < 12 ? [0, 10, 100] : [0, 1, 5, 10, 25, 50, 100]; // a low bar has no room for more
   // Equal steps of colour for equal steps of the root, so that a hundredth and a tenth still differ
   return plot("heat", [{type: "heatmap", x: names, y: blocks, xgap: 2, ygap: 1, zmin: 0, zmax: 10, colorscale: scale,
     z: blocks.map((block) => ordered.map((point) => { const share = keptShare(point, block); return share === null ? null : Math.sqrt(Math.min(share, 100)); })),
     text: blocks.map((block) => ordered.map((point) => point.choices[block] || "")), texttemplate: ordered.length <= (NARROW ? 2 : 9) ? "%{text}" : "", textfont: {size: 10},
     customdata: blocks.map((block) => ordered.map((point) => `${point.short}<br>${blockText(point, block)}`)), hovertemplate: "%{y}<br><b>%{customdata}</b><extra></extra>",
-    colorbar: {title: {text: "% of AdamW's<br>state kept"}, tickvals: [0, 1, 5, 10, 25, 50, 100].map(Math.sqrt), ticktext: ["0", "1", "5", "10", "25", "50", "100"], thickness: 14}}],
+    colorbar: {title: {text: "% of AdamW's<br>state kept"}, tickvals: shares.map(Math.sqrt), ticktext: shares.map(String), thickness: 14}}],
   {margin: {l: 20, r: 20, t: 36, b: 30}, yaxis: {autorange: "reversed", automargin: true, tickfont: {size: 11}, dtick: 1}, xaxis: {tickangle: many ? 60 : 35, automargin: true, tickfont: {size: 11}, dtick: 1}});
 }
 
@@ -421,6 +422,7 @@ function choose(then = () => {}) {
   levels(workload);
   table("volumes", ["memory axis", group, "points", "share, %"], workload.volumes.map((row) => [row.axis === "state_bytes" ? "optimizer state" : "peak memory", row.family, row.points, row.share === null ? "n/a" : row.share.toFixed(1)]), [2, 3]);
   byId("area").hidden = workload.volumes.every((row) => row.share === null); // one value of quality or memory spans none
+  byId("measures").hidden = workload.points.length < 2; // one line compares nothing
   const names = [...workload.settings].sort((a, b) => (weights[b] || 0) - (weights[a] || 0));
   byId("slice_by").replaceChildren(...names.map((name) => new Option(name)));
   byId("settings").hidden = byId("slice_note").hidden = !Object.keys(weights).length;
