@@ -97,7 +97,11 @@ def why_others_can_write(folder: Path) -> str | None:
         if stat.S_ISLNK(status.st_mode):
             if status.st_uid not in (user(), 0):
                 return f"{part} is a symbolic link of another user"
-            return why_others_can_write(part.resolve()) or why_others_can_write(part.parent)
+            try:
+                target = part.resolve(strict=True)
+            except (OSError, RuntimeError):
+                return f"{part} is a symbolic link that leads nowhere"
+            return why_others_can_write(target) or why_others_can_write(part.parent)
         sticky = part != path and status.st_mode & stat.S_ISVTX  # in a sticky parent nobody can replace others' folders
         if not sticky and (reason := why_not_private(status, is_folder=True)) is not None:
             return f"{part} {reason}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from baoc import cache
-from baoc.cache import ensure_private_folder, why_others_can_write
+from baoc.cache import ensure_private_folder, read_private, why_others_can_write
 from baoc.errors import BadInputError
 from baoc.kernels.cpp import build
 from baoc.models.switches import start_compiler
@@ -217,6 +217,12 @@ class TestWhoseLibraryItIs:
         assert why_others_can_write(cache / "inner") == f"{cache} may be written by other users"
         cache.chmod(0o1777)  # as /tmp: what lies there stays its owner's
         assert why_others_can_write(cache / "inner") is None
+
+    @pytest.mark.parametrize("target", ["cache", "nowhere"])
+    def test_a_link_that_leads_nowhere_is_told(self, cache: Path, target: str) -> None:
+        cache.symlink_to(cache.with_name(target) if target != "cache" else cache)
+        assert why_others_can_write(cache) == f"{cache} is a symbolic link that leads nowhere"
+        assert read_private(cache / "x") is None
 
     def test_a_group_of_the_user_alone_is_the_user(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         cache.mkdir(mode=0o700)
