@@ -28,10 +28,8 @@ def _options(group: str) -> Callable[[], Rows]:
 
 
 def _registry(name: str, *, group: str = "") -> Callable[[], Rows]:
-    """Rows of the registry `module.NAME`, which is imported when it is listed.
-
-    `group`: the group of conf/ to which users can add their own code; rows for it follow.
-    """
+    """Rows of the registry `module.NAME`, which is imported when it is listed. `group`: the group of conf/ to which
+    users can add their own code; rows for it follow."""
     module, _, attribute = name.rpartition(".")
 
     def rows() -> Rows:

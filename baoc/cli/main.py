@@ -31,10 +31,8 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors instead of exit
 
 
 def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
-    """Runs a command line and returns its exit code (docs/troubleshooting.md).
-
-    `single`: the command is one run, such as a trial, so that Hydra need compose only once.
-    """
+    """Runs a command line and returns its exit code (docs/troubleshooting.md). `single`: the command is one run, such
+    as a trial, so that Hydra need compose only once."""
     open_missing_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
     jobs.reset_state(argv)
@@ -92,10 +90,8 @@ def _print_information(argv: Sequence[str]) -> bool:
 
 
 def _is_run(argv: Sequence[str]) -> bool:
-    """Whether a command of several ranks is a run, not one for which Hydra only prints.
-
-    Raises BadInputError for a study or multirun: a launcher of ranks can start one run only.
-    """
+    """Whether a command of several ranks is a run, not one for which Hydra only prints. Raises BadInputError for a
+    study or multirun: a launcher of ranks can start one run only."""
     flags, _ = get_args_parser().parse_known_args(argv)
     if flags.cfg or flags.info or flags.shell_completion:
         return False
@@ -126,10 +122,8 @@ def _finish(code: int) -> int:
 
 
 def _report_frontier(sweep_dir: Path) -> int:
-    """Writes the frontier and prints where it is. Returns 0, or the exit code of the error, which it reports.
-
-    What fails once the frontier is written, such as W&B, does not fail the command.
-    """
+    """Writes the frontier and prints where it is. Returns 0, or the exit code of the error, which it reports. What
+    fails once the frontier is written, such as W&B, does not fail the command."""
     is_written = False
     try:
         if any(sweep_dir.glob("*/plan.json")):
@@ -186,10 +180,8 @@ def _is_budget(word: str) -> bool:
 
 @contextmanager
 def _composed_once() -> Iterator[None]:
-    """Keeps Hydra from composing a first time for hydra.mode alone, which takes a sixth of a second per trial.
-
-    Without that mode Hydra follows the command line, which asks for one run.
-    """
+    """Keeps Hydra from composing a first time for hydra.mode alone, which takes a sixth of a second per trial. Without
+    that mode Hydra follows the command line, which asks for one run."""
     from hydra._internal.hydra import Hydra
 
     get_mode = Hydra.get_mode

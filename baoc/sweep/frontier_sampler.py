@@ -77,10 +77,8 @@ class FrontierSampler(BaseSampler):
 
     def _make_residual_study(self, others: Sequence[FrozenTrial]) -> optuna.Study:
         """An in-memory study of all settings but the budget, whose objective is the quality residual; lower is better.
-
         Trials that violated a constraint, were pruned or still run get a value worse than all others. The latter keep
-        parallel workers from sampling the same point.
-        """
+        parallel workers from sampling the same point."""
         trials = [trial for trial in others if trial.params and trial.state in (*_ENDED, TrialState.RUNNING)]
         feasible = [trial for trial in trials if is_feasible(trial)]
         residuals = quality_residuals([trial.values for trial in feasible], objectives=self.objectives)

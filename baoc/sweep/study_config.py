@@ -222,11 +222,9 @@ def _space(settings: object) -> tuple[Param, ...]:
 
 
 def _dotted(settings: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> its choices or range.
-
-    A file writes keys with dots; a command line can only nest them (++hydra.sweeper.space.optim.lr.low=0.001). Domains
-    of one key are merged, the later one's values win, and choices replace a range or the other way round.
-    """
+    """Dotted key -> its choices or range. A file writes keys with dots; a command line can only nest them
+    (++hydra.sweeper.space.optim.lr.low=0.001). Domains of one key are merged, the later one's values win, and choices
+    replace a range or the other way round."""
     domains: dict[str, Any] = {}
     for key, value in settings.items():
         is_nested = isinstance(value, Mapping) and value and not set(DOMAIN_KEYS) & set(value)
