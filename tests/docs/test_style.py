@@ -33,11 +33,11 @@ def test_no_test_module_imports_another():
     assert [name for name, text in SOURCES.items() if name.startswith("tests/") and pattern.search(text)] == []
 
 
-# Private names of torch, Lightning, Optuna, SQLAlchemy, torchmetrics, ctypes that tests use: there is no public way.
+# Private names of torch, Triton, Lightning, Optuna, SQLAlchemy, torchmetrics, ctypes: there is no public way.
 OF_OTHERS = {
-    "_backend", "_C", "_cdata", "_get_current_dispatch_mode", "_is_hf_initialized", "_len_torch_dispatch_stack",
-    "_local_tensor", "_obj", "_patch_lang", "_post_accumulate_grad_hooks", "_setup_model", "_storage", "_trial_id",
-    "_update_count", "_version",
+    "_backend", "_C", "_cdata", "_get_current_dispatch_mode", "_get_np_dtype", "_is_hf_initialized",
+    "_len_torch_dispatch_stack", "_local_tensor", "_obj", "_patch_lang", "_post_accumulate_grad_hooks", "_setup_model",
+    "_storage", "_trial_id", "_update_count", "_version",
 }  # fmt: skip
 
 
