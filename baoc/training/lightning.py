@@ -572,16 +572,41 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
 
     strategy_name = STRATEGY_NAME
 
-    def __init__(
-        self, budget: str | int | float | Mapping[str, Any] | Budget = "auto", *, device: str = "auto", **settings: Any
+    def __init__(  # names what `super` takes, as editors and LightningCLI show a signature
+        self,
+        budget: str | int | float | Mapping[str, Any] | Budget = "auto",
+        *,
+        device: str = "auto",
+        settings: SessionSettings | None = None,
+        recipe: RecipeLike | None = None,
+        checkpointing: bool | int | Literal["auto"] | None = None,
+        pretrained: bool | None = None,
+        latency: LatencyTable | None = None,
+        plan_only: bool = False,
+        record_latency: bool = False,
+        verbose: bool = True,
+        **others: Any,
     ):
         refuse_several_processes("strategy")
-        also = ("accelerator", "checkpoint_io", "precision_plugin")
-        check_arguments(settings, BaocStrategy, BudgetedStrategy, also=also)
+        check_arguments(
+            others, BaocStrategy, BudgetedStrategy, also=("accelerator", "checkpoint_io", "precision_plugin")
+        )
         if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
             raise BadInputError(f"device={device!r} is not supported: use auto, cpu, cuda or cuda:N; MPS is not tested")
         named = {"auto": "cpu", "cuda": "cuda:0"}  # auto is settled in setup_environment; Lightning wants an index
-        super().__init__(budget, device=named.get(device, device), **settings)
+        super().__init__(
+            budget,
+            device=named.get(device, device),
+            settings=settings,
+            recipe=recipe,
+            checkpointing=checkpointing,
+            pretrained=pretrained,
+            latency=latency,
+            plan_only=plan_only,
+            record_latency=record_latency,
+            verbose=verbose,
+            **others,
+        )
         self._device_choice = device
 
     def setup_environment(self) -> None:

@@ -1,5 +1,7 @@
 """BaocStrategy around modules that know nothing of it: what is kept, what is refused, and that AdamW stays AdamW."""
 
+import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from baoc import BaocStrategy
+from baoc import BaocOptimizer, BaocStrategy
 from baoc.config.schema import ReallocationConfig
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.planner import PlannerSettings
@@ -30,6 +32,14 @@ def test_a_budget_that_does_not_bind_gives_adamw_bit_for_bit(clip):
     assert same(plain, ours)
     different = fit(BaocStrategy("state_10"), gradient_clip_val=clip, steps=20)
     assert not same(plain, different)
+
+
+@pytest.mark.parametrize("door", [BaocStrategy, BaocOptimizer])
+def test_editors_and_command_lines_see_every_setting_of_a_door(door):
+    told = re.search(r"\n    Args:\n(.*?)\n\n", str(door.__doc__), re.DOTALL)
+    assert told is not None
+    names = {name for words in re.findall(r"^        ([\w, ]+):", told[1], re.MULTILINE) for name in words.split(", ")}
+    assert len(names) > 5 and names <= set(inspect.signature(door).parameters)
 
 
 def test_the_probe_leaves_random_numbers_buffers_and_the_loader_alone():
