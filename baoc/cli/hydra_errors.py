@@ -101,6 +101,8 @@ def _override_error(text: str) -> BadInputError | None:
         return BadInputError(f"{key} is a group of keys, not a list: set one, as in {key}.KEY=VALUE")
     if match := re.match(r"Error merging override [+~]*([^=\n]*)[\s\S]*(is not an int|index out of range)", text):
         return _unknown_key(match.group(1))
+    if match := re.match(r"Error merging override (.*)\n(.*)", text):
+        return BadInputError(f"{match.group(1)} is not allowed: {match.group(2)}")
     if match := re.match(r"Could not override '(.*?)'", text):
         key = match.group(1)
         if key.startswith(_SWEEPER):

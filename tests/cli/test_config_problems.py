@@ -24,6 +24,7 @@ PROBLEMS = [
     (["trainer.max_stps=3"], "unknown key trainer.max_stps; did you mean trainer.max_steps"),
     (["model.size.x=1"], "unknown key model.size.x: model.size is a value, not a group of keys"),
     (["hydra.foo=1"], "Could not override 'hydra.foo'"),
+    (["hydra.run.dir=null"], "hydra.run.dir=null is not allowed: field 'hydra.run.dir' is not Optional"),
     (
         ["hydra.sweeper.ntrials=4"],
         "unknown key hydra.sweeper.ntrials; did you mean hydra.sweeper.n_trials?\nhydra.sw",
