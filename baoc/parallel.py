@@ -172,19 +172,15 @@ class Ranks:
         """Overwrites the tensors of all ranks with rank 0's values."""
 
     def broadcast_result(self, make: Callable[[], T], *, for_others: Callable[[T], T] | None = None) -> T:
-        """Calls `make` on rank 0 alone and returns its result on all ranks, or raises its error on all.
-
-        `for_others` reduces the result to what the other ranks need, before it is sent.
-        """
+        """Calls `make` on rank 0 alone and returns its result on all ranks, or raises its error on all. `for_others`
+        reduces the result to what the other ranks need, before it is sent."""
         return make()
 
     def run_or_raise_on_all(self, make: Callable[[], T], *, has_collectives: bool = False) -> T:
-        """Calls `make` on every rank and returns its own result; if it fails on any rank, all ranks raise.
-
-        A rank raises its own Exception, or else that of the lowest rank with one. `has_collectives`: `make` calls
-        collectives itself, as forward does under fully_shard. Other ranks may then hang inside it, so a rank with an
-        error waits for them for as long as its own call took and PEER_TIMEOUT_S at most.
-        """
+        """Calls `make` on every rank and returns its own result; if it fails on any rank, all ranks raise. A rank
+        raises its own Exception, or else that of the lowest rank with one. `has_collectives`: `make` calls collectives
+        itself, as forward does under fully_shard. Other ranks may then hang inside it, so a rank with an error waits
+        for them for as long as its own call took and PEER_TIMEOUT_S at most."""
         return make()
 
     def meet(self, what: str) -> None:
@@ -201,7 +197,8 @@ class ProcessGroupRanks(Ranks):
         self._dist, self._torch = distributed, sys.modules["torch"]
         self.rank, self.size = int(distributed.get_rank()), int(distributed.get_world_size())
         self._gloo = distributed.new_group(backend="gloo")
-        self._meetings = distributed.new_group(backend="gloo")  # of `meet` alone, which some ranks may not reach
+        limit = timedelta(seconds=PEER_TIMEOUT_S)
+        self._meetings = distributed.new_group(backend="gloo", timeout=limit)  # of `meet`, which some may not reach
 
     def __reduce__(self) -> Any:  # of an optimizer's copy
         return ranks, ()
@@ -241,12 +238,11 @@ class ProcessGroupRanks(Ranks):
         result, error = _result_or_error(make)
         took_s = monotonic() - began
         failed = self._torch.tensor([error is not None], dtype=self._torch.int64)
-        work = self._dist.all_reduce(failed, op=self._dist.ReduceOp.MAX, group=self._gloo, async_op=True)
+        timed = has_collectives and error is not None
+        if timed:  # of the group, as a mere wait would leave a thread in it, for which the end of this process waits
+            self._set_timeout(timedelta(seconds=took_s + PEER_TIMEOUT_S))
         try:
-            if has_collectives and error is not None:
-                work.wait(timedelta(seconds=took_s + PEER_TIMEOUT_S))
-            else:
-                work.wait()
+            self._dist.all_reduce(failed, op=self._dist.ReduceOp.MAX, group=self._gloo)
         except RuntimeError as unheard:
             if error is None:  # another rank is gone
                 raise
@@ -259,15 +255,19 @@ class ProcessGroupRanks(Ranks):
                 raise BudgetBreachedError(f"rank {self.rank} alone ran out of memory, {in_step}: {advice}") from error
             print_exception(error)
             raise TrainingFailedError(f"rank {self.rank} alone failed, {in_step}") from error
+        if timed:
+            self._set_timeout(self._dist.constants.default_pg_timeout)
         if not failed.item():
             return result
         errors = [packed for packed in self.all_gather(_pack(error)) if packed is not None]
         raise error or _unpack(errors[0])
 
+    def _set_timeout(self, limit: timedelta) -> None:
+        self._dist.distributed_c10d._set_pg_timeout(limit, self._gloo)
+
     def meet(self, what: str) -> None:
-        met = self._dist.all_reduce(self._torch.zeros(1), group=self._meetings, async_op=True)
         try:
-            met.wait(timedelta(seconds=PEER_TIMEOUT_S))
+            self._dist.all_reduce(self._torch.zeros(1), group=self._meetings)
         except RuntimeError as error:
             if "timed out" not in str(error).lower():  # a rank is gone
                 raise
@@ -328,10 +328,8 @@ def _flat(given: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]
 
 def is_lost_peer(error: BaseException) -> bool:
     """True if a collective failed because another rank is gone."""
-    text = str(error).lower()
-    return type(error).__name__ == "DistBackendError" or (
-        isinstance(error, RuntimeError)
-        and any(words in text for words in ("closed by peer", "connection reset", "broken pipe", "gloo", "socket"))
+    return any(kind.__name__ == "DistError" for kind in type(error).__mro__) or (
+        isinstance(error, RuntimeError) and any(words in str(error).lower() for words in ("closed by peer", "/gloo/"))
     )
 
 
@@ -393,10 +391,8 @@ def refuse_several_processes(key: str) -> None:
 
 
 def current_rank(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """The rank by the process group or a launcher's variables; None for a process by itself.
-
-    A rank above 0 is one of several, even if no variable has the world size.
-    """
+    """The rank by the process group or a launcher's variables; None for a process by itself. A rank above 0 is one of
+    several, even if no variable has the world size."""
     return _rank_in_group() or _rank_in_slurm(environment) or _rank_of_launcher(environment)
 
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -43,10 +43,8 @@ _BROADCAST: list[bool] = []
 
 
 def join(rank: RankInfo) -> int:
-    """Joins the process group of the launcher's processes and returns this process's rank.
-
-    Sets environment variables that torch reads. Raises BadInputError if one is unknown.
-    """
+    """Joins the process group of the launcher's processes and returns this process's rank. Sets environment variables
+    that torch reads. Raises BadInputError if one is unknown."""
     environment = rendezvous_environment(rank)
     os.environ.update(environment)
     _init_process_group(None, rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]))
@@ -104,11 +102,8 @@ def serve() -> int:
 
 
 def rendezvous_environment(rank: RankInfo) -> dict[str, str]:
-    """The environment variables by which torch makes a process group.
-
-    They are taken from the environment, and where it lacks them from variables of Slurm and submitit. Raises
-    BadInputError if one is unknown.
-    """
+    """The environment variables by which torch makes a process group. They are taken from the environment, and where it
+    lacks them from variables of Slurm and submitit. Raises BadInputError if one is unknown."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     get, variables = os.environ.get, {name: os.environ[name] for name in names if name in os.environ}
     if rank.source.startswith("srun") and "SLURM_NODELIST" in os.environ:
@@ -162,9 +157,7 @@ def _destroy_process_group() -> None:
 @contextmanager
 def with_all_ranks(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
     """Starts the other ranks if the run needs some, and broadcasts the configuration to all. This process is rank 0.
-
-    Yields the configuration with the number of devices. Raises TrainingFailedError if another rank ended first.
-    """
+    Yields the configuration with the number of devices. Raises TrainingFailedError if another rank ended first."""
     if _BROADCAST:
         size, devices = ranks().size, config.trainer.devices
         if devices not in (1, size):
@@ -173,8 +166,9 @@ def with_all_ranks(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
             )
         config = replace(config, trainer=replace(config.trainer, devices=size))
         _BROADCAST[0] = True
-        ranks().broadcast((config, command))
-        yield config
+        with _naming_lost_ranks(lambda: None):
+            ranks().broadcast((config, command))
+            yield config
     elif config.trainer.devices == 1 or (config.mode == "plan" and config.device not in ("auto", "cpu", "cuda")):
         yield config
     else:
@@ -186,7 +180,7 @@ def with_all_ranks(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
                 f"trainer.devices={devices}, and torch sees {count} CUDA device(s): choose at most {count}, or "
                 "device=cpu"
             )
-        with _SpawnedRanks(devices) as others, others.naming_the_failed_rank():
+        with _SpawnedRanks(devices) as others, _naming_lost_ranks(others.wait_for_failure):
             ranks().broadcast((config, command))
             yield config
 
@@ -232,18 +226,12 @@ class _SpawnedRanks:
         others_will_end = error is None or self.first_failure is not None or raised_on_all_ranks
         self._end(SHUTDOWN_S if others_will_end else 2.0)
 
-    @contextmanager
-    def naming_the_failed_rank(self) -> Iterator[None]:
-        """Replaces the connection error that follows the end of another rank by one that names this rank."""
-        try:
-            yield
-        except Exception as error:
-            if not is_lost_peer(error):
-                raise
-            deadline = monotonic() + SHUTDOWN_S  # the connection ends before the process, on a busy machine by seconds
-            while self.first_failure is None and monotonic() < deadline:
-                sleep(0.05)
-            raise _error_of(self.first_failure) from error
+    def wait_for_failure(self) -> tuple[int, int] | None:
+        """`first_failure`: a connection ends before its process, on a busy machine by seconds."""
+        deadline = monotonic() + SHUTDOWN_S
+        while self.first_failure is None and monotonic() < deadline:
+            sleep(0.05)
+        return self.first_failure
 
     def _watch(self) -> None:
         """Runs in a thread: records the first failure, and exits if this process then hangs for SHUTDOWN_S."""
@@ -272,6 +260,17 @@ class _SpawnedRanks:
             with suppress(OSError):
                 process.kill()
             process.wait()
+
+
+@contextmanager
+def _naming_lost_ranks(failure: Callable[[], tuple[int, int] | None]) -> Iterator[None]:
+    """Replaces the connection error that follows the end of another rank by one that names this rank."""
+    try:
+        yield
+    except Exception as error:
+        if not is_lost_peer(error):
+            raise
+        raise _error_of(failure()) from error
 
 
 def _error_of(failure: tuple[int, int] | None) -> TrainingFailedError:

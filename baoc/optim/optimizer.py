@@ -157,6 +157,7 @@ class BlockwiseOptimizer(Optimizer):
         """As torch's. Late parameters run the spec given for all, else fp32 AdamW. Raises BadInputError or
         InfeasibleBudgetError, with nothing added, if they cannot."""
         if self._registry is not None:
+            self.changes_with.meet("add_param_group()")
             param_group = self._named_from_network(param_group)
             (param_group,) = groups.to_groups([param_group], existing=self.param_groups)
         groups.check_settings({**self.defaults, **param_group})
@@ -457,6 +458,7 @@ class BlockwiseOptimizer(Optimizer):
         """Moves blocks to other specs; states are inherited (docs/methods.md#state-inheritance), other blocks stay.
         `moments` (by parameter name) initialize v if a block had none. Nothing changes if any of `specs` is refused.
         Blocks move one by one, those that shrink first, so memory exceeds the larger plan by one block at most."""
+        self.changes_with.meet("migrate()")
         live, targets, params = self.registry.live, [], groups.named_params(self.param_groups)
         for name, spec_or_name in specs.items():
             if name not in live:
@@ -511,7 +513,7 @@ class BlockwiseOptimizer(Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        names, among = [name for group in self.param_groups for name in group["param_names"]], self.loads_with
+        names, among = [name for group in self.param_groups for name in group["param_names"]], self.changes_with
         among.meet("load_state_dict()")
         saved = among.run_or_raise_on_all(lambda: checkpoint.read(state_dict, names=names))
         told = {"keys": sorted(map(str, state_dict)), "num_steps": saved.num_steps}
@@ -533,8 +535,8 @@ class BlockwiseOptimizer(Optimizer):
             hook(self)
 
     @property
-    def loads_with(self) -> Ranks:
-        """The ranks that load a checkpoint together."""
+    def changes_with(self) -> Ranks:
+        """The ranks that load a checkpoint, move blocks and add parameters together."""
         return ranks() if self.registry.local_params else SINGLE_PROCESS
 
     def _resume(self, state_dict: dict[str, Any]) -> None:

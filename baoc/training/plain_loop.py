@@ -271,7 +271,7 @@ class BaocOptimizer(BlockwiseOptimizer):
         return {**super().state_dict(), "online": self.reallocator.state_dict()}
 
     @property
-    def loads_with(self) -> Ranks:
+    def changes_with(self) -> Ranks:
         return self.reallocator.ranks
 
     def _resume(self, state_dict: dict[str, Any]) -> None:

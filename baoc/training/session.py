@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from baoc.cache import cache_folder
 from baoc.config.schema import ReallocationConfig
@@ -36,6 +37,7 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.shards import is_sharded, largest_shard, local_shard
 from baoc.optim.weights import conversion_bytes
+from baoc.optim.wrappers import live_instances
 from baoc.parallel import SINGLE_PROCESS, Ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.budgeted import MEASURED, PlannerSettings, blocks_of_choice, may_use_host
@@ -498,7 +500,7 @@ class Session:
             def complete() -> Footprint:
                 return self.complete(measurer.footprint(context_bytes=self.context_bytes, released=self.released))
 
-            own = self.ranks.run_or_raise_on_all(complete, has_collectives=self._sharded)
+            own = self.ranks.run_or_raise_on_all(complete, has_collectives=self._steps_together)
             return self.largest_on_ranks(own)
 
         if try_native:
@@ -580,7 +582,7 @@ class Session:
             rest_s = measurer.rest_seconds(specs, max_s=max_s, released=self.released) if given is None else 0.0
             return self.spec_table(specs, needed, upkeep_bytes=measurer.upkeep_bytes, rest_s=rest_s, previous=given)
 
-        own = self.ranks.run_or_raise_on_all(measure, has_collectives=self._sharded)
+        own = self.ranks.run_or_raise_on_all(measure, has_collectives=self._steps_together)
         return replace(max(self.ranks.all_gather(own), key=lambda table: table.base_step_s), device=own.device)
 
     @property
@@ -604,6 +606,13 @@ class Session:
     @property
     def _sharded(self) -> bool:
         return any(map(is_sharded, self.params.values()))
+
+    @property
+    def _steps_together(self) -> bool:
+        """True if a rank waits for the others in a step: by fully_shard, or by DistributedDataParallel of a probe."""
+        wrappers = live_instances(DistributedDataParallel) if self.ranks is not SINGLE_PROCESS else ()
+        own = set(self.params.values())
+        return self._sharded or any(not own.isdisjoint(wrapper.parameters()) for wrapper in wrappers)
 
     # -- planning -------------------------------------------------------------------------------------------------
 

@@ -106,17 +106,29 @@ def test_torchrun_trains_one_run(tmp_path: Path) -> None:
     assert json.loads((day / "run" / "result.json").read_text())["num_ranks"] == 2
 
 
-def test_ranks_of_a_launcher_refuse_a_word_once(tmp_path: Path) -> None:
+def launched(folder: Path, *words: str) -> list[Command]:
+    """Two ranks, as a launcher starts them."""
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     places = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in ("0", "1")]
-    words = (*WORDS, "trainer.max_stps=2", f"hydra.run.dir={tmp_path / 'run'}")
-    each = [start(*words, folder=tmp_path / place["RANK"], **place, **meeting).done for place in places]
-    ends = [done() for done in each]
+    words = (*WORDS, *words, f"hydra.run.dir={folder / 'run'}")
+    return [start(*words, folder=folder / place["RANK"], cwd=None, **place, **meeting) for place in places]
+
+
+def test_ranks_of_a_launcher_refuse_a_word_once(tmp_path: Path) -> None:
+    ends = [command.done() for command in launched(tmp_path, "trainer.max_stps=2")]
     assert [code for code, _ in ends] == [2, 2]
     assert "".join(told for _, told in ends).count("unknown key trainer.max_stps") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_of_a_launcher_is_told_that_another_was_killed(tmp_path: Path) -> None:
+    first, second = launched(tmp_path, *QUICK, "trainer.max_steps=4000")
+    wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").is_file(), what="a step")
+    second.signal(signal.SIGKILL)
+    code, told = first.done()
+    assert code == 5 and "the connection to another rank was lost; resume=auto goes on" in " ".join(told.split()), told
 
 
 def test_several_tasks_of_a_submitit_job_are_one_run(tmp_path: Path) -> None:

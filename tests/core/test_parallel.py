@@ -15,7 +15,15 @@ from baoc.cli.main import main
 from baoc.config.from_hydra import from_plain
 from baoc.errors import BadInputError
 from baoc.optim import BlockwiseOptimizer
-from baoc.parallel import LAUNCHERS, ProcessGroupRanks, Ranks, check_same_on_ranks, current_rank, unwrapped
+from baoc.parallel import (
+    LAUNCHERS,
+    ProcessGroupRanks,
+    Ranks,
+    check_same_on_ranks,
+    current_rank,
+    is_lost_peer,
+    unwrapped,
+)
 from baoc.sweep.race import run_race
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig
@@ -200,14 +208,20 @@ def test_what_differs_on_ranks_is_told_where_it_does(given: dict[str, Any], othe
 
 
 def test_the_error_of_a_rank_is_told_also_if_the_others_are_gone() -> None:
-    def wait(*_: object) -> None:
+    def reduce(*_: object, **__: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    reduce = {"all_reduce": lambda *_, **__: SimpleNamespace(wait=wait), "ReduceOp": SimpleNamespace(MAX=None)}
-    gone = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2, new_group=lambda **_: None, **reduce)
+    group = {"get_rank": lambda: 1, "get_world_size": lambda: 2, "new_group": lambda **_: None}
+    gone = SimpleNamespace(**group, all_reduce=reduce, ReduceOp=SimpleNamespace(MAX=None))
     with pytest.raises(ZeroDivisionError) as told:
         ProcessGroupRanks(gone).run_or_raise_on_all(lambda: 1 / 0)
     assert isinstance(told.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("text", ["the socket of my data server broke", "broken pipe", "CUDA error"])
+def test_an_error_of_a_users_own_is_not_that_of_a_lost_rank(text: str) -> None:
+    assert not is_lost_peer(RuntimeError(text)) and is_lost_peer(torch.distributed.DistBackendError(text))
+    assert is_lost_peer(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Broken pipe"))
 
 
 def compiled(module: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from threading import Lock
@@ -156,19 +157,44 @@ class Locked(Exception):
         self.lock = Lock()
 
 
-def alone(rank: int, done: Path) -> str:
-    """What rank 0 is told that loads a checkpoint without the other, which stays in its loop."""
-    optimizer = BaocOptimizer(net(), budget="state_25", verbose=False)
+ALONE: dict[str, Callable[[BaocOptimizer], object]] = {
+    "load_state_dict()": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "rebudget()": lambda optimizer: optimizer.reallocator.rebudget(parse_budget("state_10"), why="asked for"),
+    "migrate()": lambda optimizer: optimizer.migrate(dict.fromkeys(optimizer.specs, "lion")),
+    "add_param_group()": lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4))]}),
+}
+
+
+def alone(rank: int, *, call: str, done: Path) -> str:
+    """What rank 0 is told that makes a call without the other, which stays in its loop."""
+    with mock.patch.object(parallel, "PEER_TIMEOUT_S", 1.0):
+        optimizer = BaocOptimizer(net(), budget="state_25", verbose=False)
     if rank:
         wait_until(done.exists, what="the other rank")
         return ""
     try:
-        with mock.patch.object(parallel, "PEER_TIMEOUT_S", 1.0):
-            return f"was taken: {optimizer.load_state_dict(optimizer.state_dict())}"
+        return f"was taken: {ALONE[call](optimizer)}"
     except BadInputError as error:
         return str(error)
     finally:
         done.touch()
+
+
+def in_a_step(rank: int) -> str:
+    """What a rank is told whose probe fails in a step through DistributedDataParallel that the other is in."""
+    module = DistributedDataParallel(net())
+
+    def probe() -> Tensor:
+        loss = module(torch.ones(8, 64)).sum()
+        if rank:
+            raise ValueError("only here")
+        return loss
+
+    try:
+        with mock.patch.object(parallel, "PEER_TIMEOUT_S", 1.0):
+            return f"was taken: {BaocOptimizer(module, budget='1.5mb', probe=probe)}"
+    except Exception as error:
+        return str(error)
 
 
 class Lowered(L.Callback):
@@ -312,8 +338,11 @@ def work(rank: int, size: int, store: Path) -> dict[str, Any]:
         found = {"probes": other_probes(rank), "clocks": other_clocks(rank), "errors": errors(rank)}
         found["saved"] = alone_with_its_clock(rank, size, folder=store.parent / "saved")
         found |= {"lightning": by_lightning(rank, size), "others": by_others(size)}
-    with group(rank, size, store=store.parent / "alone"):
-        return {**found, "alone": alone(rank, store.parent / "done")}
+    calls = {call: partial(alone, call=call, done=store.parent / f"{call} done") for call in ALONE}
+    for name, meet in {**calls, "in a step": in_a_step}.items():
+        with group(rank, size, store=store.parent / name):
+            found[name] = meet(rank)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -375,10 +404,14 @@ for _strategy in ("BaocDDPStrategy", "BaocFSDPStrategy"):
     ERRORS[f"{_strategy}, data"] = "BadInputError: the number of training batches is 4 on rank 0 and 6 on rank 1"
 
 
-def test_what_all_ranks_do_together_is_refused_to_one(found: list[dict[str, Any]]) -> None:
-    assert found[0]["alone"].startswith(
-        "load_state_dict() was called on rank 0, and not on all others within 1 s: call"
-    )
+def test_an_error_in_a_step_of_all_ranks_leaves_none_waiting(found: list[dict[str, Any]]) -> None:
+    told = "rank 1 alone failed, in a step that the others are in the middle of (only here)"
+    assert found[1]["in a step"] == told and "closed by peer" in found[0]["in a step"].lower()
+
+
+@pytest.mark.parametrize("call", ALONE)
+def test_what_all_ranks_do_together_is_refused_to_one(call: str, found: list[dict[str, Any]]) -> None:
+    assert found[0][call].startswith(f"{call} was called on rank 0, and not on all others within 20 s: call it on all")
 
 
 @pytest.mark.parametrize("case", ERRORS)
