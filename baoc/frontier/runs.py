@@ -66,10 +66,11 @@ def read_study_file(folder: Path) -> Mapping[str, Any]:
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
-    """Every run at or below `folder`, finished or not, ordered by name (leading numbers by value)."""
+    """Every run at or below `folder`, finished or not, ordered by name (leading numbers by value). A race and a plan
+    that did not fail are no runs."""
     folders = {path.parent for name in (RESULT, ERROR, CONFIG) for path in folder.rglob(name)}
     runs = [path for path in folders if not set(path.relative_to(folder).parts) & SKIPPED_FOLDERS]
-    return [_read(path, folder=folder) for path in sorted(runs, key=_natural_key)]
+    return [run for path in sorted(runs, key=_natural_key) if (run := _read(path, folder=folder)) is not None]
 
 
 def setting_labels(runs: Sequence[RunFolder]) -> list[str]:
@@ -161,7 +162,7 @@ def failed_run(run: RunFolder, *, label: str) -> FailedRun | None:
     return None
 
 
-def _read(path: Path, *, folder: Path) -> RunFolder:
+def _read(path: Path, *, folder: Path) -> RunFolder | None:
     result = read_record(path / RESULT, _RESULT_FIELDS) if (path / RESULT).is_file() else None
     schema = 0 if result is None else result.get("schema")
     if isinstance(schema, int) and schema > RESULT_SCHEMA:
@@ -170,24 +171,34 @@ def _read(path: Path, *, folder: Path) -> RunFolder:
         )
     error = read_record(path / ERROR, _ERROR_FIELDS) if (path / ERROR).is_file() else None
     name = path.name if path == folder else str(path.relative_to(folder))
-    return RunFolder(path=path, name=name, settings=_settings(path, result=result), result=result, error=error)
+    config = _read_config(path)
+    if result is None and error is None and config is not None and config.get("mode") in ("race", "plan"):
+        return None
+    settings = _settings(config, path=path, result=result)
+    return RunFolder(path=path, name=name, settings=settings, result=result, error=error)
 
 
-def _settings(path: Path, *, result: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`config.yaml` as dotted keys without INCIDENTAL ones; without that file, the settings that the result records."""
+def _read_config(path: Path) -> dict[str, Any] | None:
     file = path / CONFIG
     if not file.is_file():
-        if result is None:
-            return {}
-        settings = {key: result[key] for key in ("model", "allocator", "risk", "num_steps")}
-        return settings | {"budget.name": result["budget"]["name"], "budget.limit": result["budget"].get("limit")}
+        return None
     try:
         config = yaml.safe_load(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInputError(f"{file} is not YAML ({str(error).splitlines()[0]}): it was damaged; remove it") from None
     if not isinstance(config or {}, dict):
         raise BadInputError(f"{file} holds no settings but {str(config)[:40]!r}: it was damaged; remove it")
-    settings = _flatten({key: value for key, value in (config or {}).items() if key not in INCIDENTAL})
+    return config or {}
+
+
+def _settings(config: Mapping[str, Any] | None, *, path: Path, result: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The configuration as dotted keys without INCIDENTAL ones; without it, the settings that the result records."""
+    if config is None:
+        if result is None:
+            return {}
+        settings = {key: result[key] for key in ("model", "allocator", "risk", "num_steps")}
+        return settings | {"budget.name": result["budget"]["name"], "budget.limit": result["budget"].get("limit")}
+    settings = _flatten({key: value for key, value in config.items() if key not in INCIDENTAL})
     environment = path / "env.json"  # of a run without a result too
     command = (result or (read_record(environment, {}) if environment.is_file() else None) or {}).get("command")
     if command is not None and settings.get("blocks.by") == "layer_role" and not _SETS_BLOCKS.search(str(command)):

@@ -216,3 +216,12 @@ def test_an_earlier_default_of_blocks_is_no_difference_and_one_that_was_given_is
     for name in ("0", "1"):
         shutil.rmtree(tmp_path / f"{name}_failed")
     assert setting_labels(find_runs(tmp_path)[:2]) == ["budget=state_50"] * 2
+
+
+def test_the_folder_of_a_race_and_of_a_plan_is_no_run_that_did_not_finish(tmp_path: Path) -> None:
+    for name, mode in ((".", "race"), ("plan", "plan"), ("killed", "train"), ("failed", "race")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"mode": mode}))
+    error(tmp_path / "failed", exit_code=3, message="no recipe fits")
+    job(tmp_path / "0000", loss=0.1)
+    assert [run.name for run in find_runs(tmp_path)] == ["0000", "failed", "killed"]
