@@ -122,7 +122,7 @@ def _runs_in(folders: Sequence[Path]) -> list[RunFolder]:
     runs_and_studies: dict[Path, tuple[RunFolder, Path | None]] = {}
     prefixes = _shortest_unique_names(folders)
     for folder in folders:
-        runs = find_runs(folder)
+        runs = [run for run in find_runs(folder) if run.trains or run.error is not None]
         if not runs:
             raise BadInputError(f"there is no run in {folder}: give the folder of a run or of a multirun")
         for run in runs:

@@ -41,6 +41,7 @@ class RunFolder:
     settings: Mapping[str, Any]
     result: Mapping[str, Any] | None
     error: Mapping[str, Any] | None
+    trains: bool = True  # False for a race and a plan, which have no result where all went well
     study: str = ""  # name of its study's folder, set by the report
 
     @property
@@ -66,11 +67,10 @@ def read_study_file(folder: Path) -> Mapping[str, Any]:
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
-    """Every run at or below `folder`, finished or not, ordered by name (leading numbers by value). A race and a plan
-    that did not fail are no runs."""
+    """Every run at or below `folder`, finished or not, ordered by name (leading numbers by value)."""
     folders = {path.parent for name in (RESULT, ERROR, CONFIG) for path in folder.rglob(name)}
     runs = [path for path in folders if not set(path.relative_to(folder).parts) & SKIPPED_FOLDERS]
-    return [run for path in sorted(runs, key=_natural_key) if (run := _read(path, folder=folder)) is not None]
+    return [_read(path, folder=folder) for path in sorted(runs, key=_natural_key)]
 
 
 def setting_labels(runs: Sequence[RunFolder]) -> list[str]:
@@ -162,7 +162,7 @@ def failed_run(run: RunFolder, *, label: str) -> FailedRun | None:
     return None
 
 
-def _read(path: Path, *, folder: Path) -> RunFolder | None:
+def _read(path: Path, *, folder: Path) -> RunFolder:
     result = read_record(path / RESULT, _RESULT_FIELDS) if (path / RESULT).is_file() else None
     schema = 0 if result is None else result.get("schema")
     if isinstance(schema, int) and schema > RESULT_SCHEMA:
@@ -172,10 +172,8 @@ def _read(path: Path, *, folder: Path) -> RunFolder | None:
     error = read_record(path / ERROR, _ERROR_FIELDS) if (path / ERROR).is_file() else None
     name = path.name if path == folder else str(path.relative_to(folder))
     config = _read_config(path)
-    if result is None and error is None and config is not None and config.get("mode") in ("race", "plan"):
-        return None
-    settings = _settings(config, path=path, result=result)
-    return RunFolder(path=path, name=name, settings=settings, result=result, error=error)
+    settings, trains = _settings(config, path=path, result=result), (config or {}).get("mode") not in ("race", "plan")
+    return RunFolder(path=path, name=name, settings=settings, result=result, error=error, trains=trains)
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:

@@ -224,4 +224,5 @@ def test_the_folder_of_a_race_and_of_a_plan_is_no_run_that_did_not_finish(tmp_pa
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"mode": mode}))
     error(tmp_path / "failed", exit_code=3, message="no recipe fits")
     job(tmp_path / "0000", loss=0.1)
-    assert [run.name for run in find_runs(tmp_path)] == ["0000", "failed", "killed"]
+    found = write_frontier(tmp_path, show=False, page=False)
+    assert [run.run for run in found.failed] == ["failed", "killed"] and len(find_runs(tmp_path)) == 5
