@@ -67,9 +67,11 @@ def translate_error(error: BaseException) -> BadInputError | None:
 
 def _key_below_a_list(error: ValueError) -> str | None:
     """The key of an override such as optim.betas.x=1, of which OmegaConf asks an index; None for other errors."""
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    is_index = frame.f_code.co_name == "update" and frame.f_globals["__name__"] == "omegaconf.omegaconf"
-    return frame.f_locals["key"] if is_index else None
+    key = None
+    for frame, _ in walk_tb(error.__traceback__):  # the last one decides
+        is_index = frame.f_code.co_name == "update" and frame.f_globals["__name__"] == "omegaconf.omegaconf"
+        key = frame.f_locals["key"] if is_index else None
+    return key
 
 
 def _missing_option(error: MissingConfigException) -> BadInputError:

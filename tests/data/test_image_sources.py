@@ -92,7 +92,7 @@ def test_a_model_gets_images_of_its_size(tmp_path):
             lambda root: picture().save(root / "1.png") or root,
             r"every label of .* is 0: .* images has one folder per class",
         ),
-        (lambda root: (root / "a").mkdir() or root, r"a holds no image \(.bmp .*\): remove the folder"),
+        (lambda root: (root / "a").mkdir() or root, r"a holds no image \(.*\.bmp .*\): remove the folder"),
         (
             lambda root: ((root / "x.tar").write_text("") and root / "x.tar") or root / "x.tar",
             r"x.tar holds no label",
