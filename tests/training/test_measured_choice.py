@@ -307,7 +307,9 @@ def test_a_resumed_run_keeps_its_rates_or_names_both(micro_batch: Any, tmp_path:
             events = tmp_path / name / "reallocations.jsonl"
             told = events.read_text().count(" goes on at ") if events.is_file() else 0
             changed = rates("first").text != rates(name).text
-            assert told == changed == (name == "smaller" and micro_batch == 16), name
+            assert told == changed, name
+            # What a decision makes room for depends on seconds, which a busy machine measures otherwise.
+            assert micro_batch == "auto" or changed == (name == "smaller"), name
 
 
 @pytest.mark.parametrize(("by", "name"), [(None, "layers.0.attention.qk"), ("layer_role", "layers.0.attention")])
