@@ -31,6 +31,9 @@ LAUNCHERS = (
 )
 _INTERACTIVE = ("bash", "interactive")  # names of Slurm jobs that are a shell; the same as Lightning's
 PEER_TIMEOUT_S = 20.0  # that a rank with an error waits for ranks that may hang in a collective of the same step
+# That a call of all ranks waits for those that come late, as they still read a checkpoint or validate. The same as
+# NCCL's own limit, beyond which the collectives of a step fail too.
+MEETING_TIMEOUT_S = 600.0
 
 REFUSED = {
     "run": (
@@ -84,8 +87,9 @@ REFUSED = {
         "give all ranks the same module, data, settings and checkpoint"
     ),
     "alone": (
-        "{what} was called on rank {rank}, and not on all others within {seconds} s: call it on all ranks, at the same "
-        "place of the loop"
+        "{what} was called on rank {rank}, and not on all others within {seconds} s: either they do not call it, or "
+        "are that late, as after a checkpoint or a validation of their own. Call it on all ranks, at the same place of "
+        "the loop, and end before it what one rank does alone for longer"
     ),
     "offloaded": (
         "{name} was offloaded to the CPU by fully_shard, whose weights would be copied for every step of theirs: leave "
@@ -184,7 +188,7 @@ class Ranks:
         return make()
 
     def meet(self, what: str) -> None:
-        """Raises BadInputError if some ranks call `what` and others do not within PEER_TIMEOUT_S."""
+        """Raises BadInputError if some ranks call `what` and others do not within MEETING_TIMEOUT_S."""
 
 
 SINGLE_PROCESS = Ranks()
@@ -197,7 +201,7 @@ class ProcessGroupRanks(Ranks):
         self._dist, self._torch = distributed, sys.modules["torch"]
         self.rank, self.size = int(distributed.get_rank()), int(distributed.get_world_size())
         self._gloo = distributed.new_group(backend="gloo")
-        limit = timedelta(seconds=PEER_TIMEOUT_S)
+        limit = timedelta(seconds=MEETING_TIMEOUT_S)
         self._meetings = distributed.new_group(backend="gloo", timeout=limit)  # of `meet`, which some may not reach
 
     def __reduce__(self) -> Any:  # of an optimizer's copy
@@ -269,9 +273,12 @@ class ProcessGroupRanks(Ranks):
         try:
             self._dist.all_reduce(self._torch.zeros(1), group=self._meetings)
         except RuntimeError as error:
-            if "timed out" not in str(error).lower():  # a rank is gone
-                raise
-            raise refusal("alone", what=what, rank=self.rank, seconds=f"{PEER_TIMEOUT_S:g}") from error
+            if "timed out" in str(error).lower():
+                raise refusal("alone", what=what, rank=self.rank, seconds=f"{MEETING_TIMEOUT_S:g}") from error
+            raise RuntimeError(  # with its words, by which `is_lost_peer` knows it
+                f"{what} was called on rank {self.rank} when another rank had left: it ended, or had waited for this "
+                f"one for {MEETING_TIMEOUT_S:g} s, see its own error ({error})"
+            ) from error
 
 
 def ranks() -> Ranks:

@@ -138,6 +138,7 @@ class BlockwiseOptimizer(Optimizer):
         registry.build(self.param_groups, specs=specs, blocks=blocks, device=device)
         self._registry = registry
         if registry.local_params:
+            ranks()  # its first call waits for all ranks without a limit: `meet` would if it were the first
             self.finite_check.vote = lambda any_here: bool(ranks().all_reduce_max(any_here)[0])
         self.overlap = KeepGradients(self)
         if releasing is not None:
@@ -282,6 +283,8 @@ class BlockwiseOptimizer(Optimizer):
         if self._unseeded:
             self.seed(self.registry.live.values())
         inputs = self.inputs(masks, options=options, phase=self.num_steps + 1)
+        for backend in unit.backends:  # before one steps: without memory for another's, half of the blocks were stepped
+            backend.prepare()
         self.num_steps += 1
         for backend in unit.backends:
             backend(inputs)

@@ -18,6 +18,8 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +28,8 @@ from baoc.callbacks.checkpoint import SafeCheckpoint
 from baoc.config.schema import ReallocationConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, InfeasibleBudgetError, TrainingFailedError
-from baoc.parallel import SINGLE_PROCESS, check_equal_on_ranks, ranks
+from baoc.optim import BlockwiseOptimizer
+from baoc.parallel import SINGLE_PROCESS, check_equal_on_ranks, is_lost_peer, ranks
 from baoc.planning.planner import PlannerSettings
 from baoc.profiling import schedule
 from baoc.training import plain_loop
@@ -157,8 +160,9 @@ class Locked(Exception):
         self.lock = Lock()
 
 
-ALONE: dict[str, Callable[[BaocOptimizer], object]] = {
+ALONE: dict[str, Callable[[Any], object]] = {
     "load_state_dict()": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "load_state_dict() of explicit specs": lambda optimizer: optimizer.load_state_dict({}),
     "rebudget()": lambda optimizer: optimizer.reallocator.rebudget(parse_budget("state_10"), why="asked for"),
     "migrate()": lambda optimizer: optimizer.migrate(dict.fromkeys(optimizer.specs, "lion")),
     "add_param_group()": lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4))]}),
@@ -166,16 +170,17 @@ ALONE: dict[str, Callable[[BaocOptimizer], object]] = {
 
 
 def alone(rank: int, *, call: str, done: Path) -> str:
-    """What rank 0 is told that makes a call without the other, which stays in its loop."""
-    with mock.patch.object(parallel, "PEER_TIMEOUT_S", 1.0):
+    """What rank 0 is told that makes a call without the other, and what the other is told that makes it too late."""
+    if call.endswith("explicit specs"):  # nothing else has called `ranks` in this group
+        optimizer = BlockwiseOptimizer(fully_shard(net(), mesh=init_device_mesh("cpu", (2,))), "adamw")
+    else:
         optimizer = BaocOptimizer(net(), budget="state_25", verbose=False)
     if rank:
         wait_until(done.exists, what="the other rank")
-        return ""
     try:
         return f"was taken: {ALONE[call](optimizer)}"
-    except BadInputError as error:
-        return str(error)
+    except (BadInputError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
     finally:
         done.touch()
 
@@ -340,7 +345,8 @@ def work(rank: int, size: int, store: Path) -> dict[str, Any]:
         found |= {"lightning": by_lightning(rank, size), "others": by_others(size)}
     calls = {call: partial(alone, call=call, done=store.parent / f"{call} done") for call in ALONE}
     for name, meet in {**calls, "in a step": in_a_step}.items():
-        with group(rank, size, store=store.parent / name):
+        short = mock.patch.object(parallel, "MEETING_TIMEOUT_S", 1.0)
+        with short, group(rank, size, store=store.parent / name):
             found[name] = meet(rank)
     return found
 
@@ -411,7 +417,16 @@ def test_an_error_in_a_step_of_all_ranks_leaves_none_waiting(found: list[dict[st
 
 @pytest.mark.parametrize("call", ALONE)
 def test_what_all_ranks_do_together_is_refused_to_one(call: str, found: list[dict[str, Any]]) -> None:
-    assert found[0][call].startswith(f"{call} was called on rank 0, and not on all others within 20 s: call it on all")
+    what = call.removesuffix(" of explicit specs")
+    assert found[0][call].startswith(
+        f"BadInputError: {what} was called on rank 0, and not on all others within 1 s: either they do not call it, or "
+        "are that late, as after a checkpoint or a validation of their own. Call it on all ranks"
+    )
+    assert found[1][call].startswith(
+        f"RuntimeError: {what} was called on rank 1 when another rank had left: it ended, or had waited for this one "
+        "for 1 s, see its own error ("
+    )
+    assert is_lost_peer(RuntimeError(found[1][call]))
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -2,9 +2,9 @@
 
 The launch path of a fused step, in the order of calls:
 
-1. `FusedBackend` (optim/backends/fused.py) sorts parameters into tables, one `FusedTable` per `Kind` (rule, codecs,
-   weights format) and dtype, and builds an `Engine` for each device. The engine puts the rows of all tables into shared
-   device buffers, and `_bind` gives each table its slices of them.
+1. `FusedBackend` (optim/backends/fused.py), of which each device has one, sorts parameters into tables, one
+   `FusedTable` per `Kind` (rule, codecs, weights format) and dtype, and builds an `Engine` of them. The engine puts the
+   rows of all tables into shared device buffers, and `_bind` gives each table its slices of them.
 2. `Engine.stage` prepares the step on the host. `Gradients.refresh` reads the address of each gradient. `Settings.fill`
    computes a row of settings (step size, decay, ...) for each parameter group, rule and step count, and copies it to
    the tensors that share it. Both, and the rounding thresholds, are written to a pinned slot of the `Upload`. The host

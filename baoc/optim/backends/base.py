@@ -54,6 +54,9 @@ class Backend:
         """Why this backend cannot step the block; empty if it can."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Allocates what the backend keeps on the device, if it does not have it yet."""
+
     def __call__(self, inputs: StepInputs) -> None:
         """One step of every parameter that has a gradient."""
         raise NotImplementedError

@@ -108,7 +108,7 @@ class FusedBackend(Backend):
     def __init__(
         self, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State], device: torch.device | None = None
     ):
-        """`device`: steps the parameters there. None: all, which are on one device."""
+        """`device`: steps the parameters there, and each block has one. None: all, which are on one device."""
         super().__init__(blocks, state=state)
         self._sums = _SumsOverRanks(self.blocks)
         self._device = device
@@ -120,15 +120,18 @@ class FusedBackend(Backend):
 
     @classmethod
     def for_blocks(cls, blocks: Sequence[LiveBlock], *, state: Mapping[Tensor, State]) -> list[Backend]:
-        devices = {slot.param.device: None for live in blocks for slot in live.slots if slot.param.numel()}
-        if len(devices) < 2:
+        by_device: dict[torch.device, dict[int, LiveBlock]] = {}
+        for live in blocks:
+            for slot in _stepped_slots(live):
+                by_device.setdefault(slot.param.device, {})[id(live)] = live
+        if len(by_device) < 2:
             return super().for_blocks(blocks, state=state)
-        return [cls(blocks, state=state, device=device) for device in devices]
+        return [cls([*own.values()], state=state, device=device) for device, own in by_device.items()]
 
     @staticmethod
     def refusal(block: LiveBlock) -> str:
         """Why there is no kernel for the block; empty if there is. The same on all ranks that share it."""
-        slots = [slot for slot in block.slots if slot.param.numel() or slot.shard is not None]
+        slots = _stepped_slots(block)
         params = [slot.param for slot in slots]
         if not all(available(param.device) for param in params):
             return "Triton steps parameters on NVIDIA GPUs only"
@@ -178,6 +181,9 @@ class FusedBackend(Backend):
         ]
         self._sums.bind(engine, slots=[slot for _, slot in members])
         return engine
+
+    def prepare(self) -> None:
+        _ = self.engine
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Makes the engine's device the current one, which costs nothing if it is already."""
@@ -353,6 +359,11 @@ class _SumsOverRanks:
         for _ in range(times):
             sums = torch.zeros(2, len(self._index_of), dtype=torch.float64, device=self._device)
             self._shard.group.all_reduce_(sums)
+
+
+def _stepped_slots(block: LiveBlock) -> list[Slot]:
+    """Those of which some rank has elements."""
+    return [slot for slot in block.slots if slot.param.numel() or slot.shard is not None]
 
 
 def _table(kind: Kind, *, members: Sequence[tuple[LiveBlock, Slot]], state: Mapping[Tensor, State]) -> FusedTable:
