@@ -24,7 +24,8 @@ def visible_files(root: Path, files: Iterable[Path]) -> list[Path]:
 
 def files_ending_in(ending: str, root: Path) -> list[Path]:
     """The visible files anywhere below `root` whose names end in `ending`, in any case, sorted."""
-    return visible_files(root, (file for file in root.rglob("*") if has_ending(file, ending) and file.is_file()))
+    in_any_case = "".join(f"[{char}{char.upper()}]" if char.isalpha() else char for char in ending)
+    return visible_files(root, (file for file in root.rglob(f"*{in_any_case}") if file.is_file()))
 
 
 def has_ending(path: Path, ending: str) -> bool:

@@ -65,8 +65,9 @@ class VisionDataModule(MapStyleDataModule):
         if images.val is None:
             split = random_split(len(images.train), val_fraction=val_fraction, split_seed=split_seed)
             self.train_rows, self.val_rows = split
-            trained = images.train.labels[self.train_rows]
-            num_unseen = 0 if trained.is_meta or task != "vision" else images.num_classes - len(trained.unique())
+            num_unseen = 0
+            if task == "vision" and not self.train_rows.is_meta:  # which has no values: of a plan for an absent card
+                num_unseen = images.num_classes - len(images.train.labels[self.train_rows].unique())
             if num_unseen:
                 said = "%s: %d of %d classes have no training image, as all of theirs are held out"
                 log.warning(said, images.name, num_unseen, images.num_classes)
