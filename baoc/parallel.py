@@ -250,7 +250,7 @@ class ProcessGroupRanks(Ranks):
         except RuntimeError as unheard:
             if error is None:  # another rank is gone
                 raise
-            if "timed out" not in str(unheard).lower():
+            if not _timed_out(unheard):
                 raise error from unheard
             # Not the error's own class: callers may go on from that one, while the others hang in this step.
             in_step = f"in a step that the others are in the middle of ({error})"
@@ -273,7 +273,7 @@ class ProcessGroupRanks(Ranks):
         try:
             self._dist.all_reduce(self._torch.zeros(1), group=self._meetings)
         except RuntimeError as error:
-            if "timed out" in str(error).lower():
+            if _timed_out(error):
                 raise refusal("alone", what=what, rank=self.rank, seconds=f"{MEETING_TIMEOUT_S:g}") from error
             raise RuntimeError(  # with its words, by which `is_lost_peer` knows it
                 f"{what} was called on rank {self.rank} when another rank had left: it ended, or had waited for this "
@@ -338,6 +338,11 @@ def is_lost_peer(error: BaseException) -> bool:
     return any(kind.__name__ == "DistError" for kind in type(error).__mro__) or (
         isinstance(error, RuntimeError) and any(words in str(error).lower() for words in ("closed by peer", "/gloo/"))
     )
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    """True if a collective of gloo's waited as long as it may, or follows one that has."""
+    return any(words in str(error).lower() for words in ("timed out", "application timeout"))
 
 
 def _result_or_error(make: Callable[[], T]) -> tuple[Any, Exception | None]:

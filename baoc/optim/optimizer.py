@@ -283,8 +283,8 @@ class BlockwiseOptimizer(Optimizer):
         if self._unseeded:
             self.seed(self.registry.live.values())
         inputs = self.inputs(masks, options=options, phase=self.num_steps + 1)
-        for backend in unit.backends:  # before one steps: without memory for another's, half of the blocks were stepped
-            backend.prepare()
+        for prepare in unit.prepares:
+            prepare()
         self.num_steps += 1
         for backend in unit.backends:
             backend(inputs)

@@ -35,6 +35,7 @@ from baoc.errors import BadInputError
 from baoc.kernels.host_memory import check_host_memory
 from baoc.optim import groups, matching, weights
 from baoc.optim.backends import Backend, BackendChoice, StepUnit, build_backends, build_backward_backend
+from baoc.optim.backends.fused import FusedBackend
 from baoc.optim.nonfinite import new_nonfinite
 from baoc.optim.offload import HostArena, StagingPipeline, build_pipelines, transfer_order
 from baoc.optim.rules import RULES
@@ -333,6 +334,7 @@ class BlockRegistry:
             self.unit = StepUnit(
                 backends=backends,
                 checked_params={slot.param: slot.name for live in checked for slot in live.slots},
+                prepares=[backend.prepare for backend in backends if isinstance(backend, FusedBackend)],
                 waits=[pipeline.join for pipeline in self.pipelines],
                 unreported_nonfinite=self._unreported_nonfinite,
             )

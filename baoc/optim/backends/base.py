@@ -54,9 +54,6 @@ class Backend:
         """Why this backend cannot step the block; empty if it can."""
         raise NotImplementedError
 
-    def prepare(self) -> None:
-        """Allocates what the backend keeps on the device, if it does not have it yet."""
-
     def __call__(self, inputs: StepInputs) -> None:
         """One step of every parameter that has a gradient."""
         raise NotImplementedError
@@ -90,6 +87,7 @@ class StepUnit:
 
     Attributes:
         checked_params: Parameter -> name, of those whose gradients the finite check has to check.
+        prepares: Called before the backends, so that all have allocated before one steps.
         waits: Called after the backends, to wait for the work that runs beside the caller.
         unreported_nonfinite: Parameter name -> non-finite elements that backends found which are dropped by now.
         self_excluding: The backends with `excludes_nonfinite`.
@@ -97,6 +95,7 @@ class StepUnit:
 
     backends: list[Backend]
     checked_params: Mapping[Tensor, str]
+    prepares: Sequence[Callable[[], object]] = ()
     waits: Sequence[Callable[[], object]] = ()
     unreported_nonfinite: dict[str, int] = field(default_factory=dict)
     self_excluding: list[Backend] = field(init=False)

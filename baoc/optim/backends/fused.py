@@ -183,6 +183,7 @@ class FusedBackend(Backend):
         return engine
 
     def prepare(self) -> None:
+        """Makes the engine, if there is none yet."""
         _ = self.engine
 
     def _on_device(self) -> AbstractContextManager[object]:
