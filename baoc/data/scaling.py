@@ -48,7 +48,7 @@ def standardise(source: ImageSource, *, rows: Tensor) -> Scaling:
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     constant = std < 1e-12
-    if not constant.is_meta and constant.any():  # fake tensors of a plan for an absent card have no values
+    if constant.any():
         where = "all channels" if constant.all() else f"channel {int(constant.nonzero()[0])} of {len(constant)}"
         _warn_of_constant(where, mean[constant][0].item())
     std[constant] = 1.0

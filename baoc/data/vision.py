@@ -65,10 +65,8 @@ class VisionDataModule(MapStyleDataModule):
         if images.val is None:
             split = random_split(len(images.train), val_fraction=val_fraction, split_seed=split_seed)
             self.train_rows, self.val_rows = split
-            num_unseen = 0
-            if task == "vision" and not self.train_rows.is_meta:  # which has no values: of a plan for an absent card
-                num_unseen = images.num_classes - len(images.train.labels[self.train_rows].unique())
-            if num_unseen:
+            num_unseen = images.num_classes - len(images.train.labels[self.train_rows].unique())
+            if num_unseen and task == "vision":
                 said = "%s: %d of %d classes have no training image, as all of theirs are held out"
                 log.warning(said, images.name, num_unseen, images.num_classes)
         self.spec = ImageDataSpec(
@@ -95,8 +93,8 @@ class VisionDataModule(MapStyleDataModule):
 
 
 def require_two_classes(labels: Tensor, *, name: str, task: str) -> None:
-    """Raises BadInputError if `task` classifies and all labels are equal. Labels without values (meta) pass."""
-    if task == "vision" and not labels.is_meta and bool((labels == labels[0]).all()):
+    """Raises BadInputError if `task` classifies and all labels are equal."""
+    if task == "vision" and bool((labels == labels[0]).all()):
         raise BadInputError(
             f"every label of {name} is {int(labels[0])}: there is nothing to tell apart with one class; a folder of "
             "images has one folder per class, such as cats/1.png and dogs/2.png"

@@ -204,15 +204,16 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
     if resolved.needs_microbatch_search and not isinstance(config.micro_batch, int):
         micro_batch = largest_divisor(config.batch_size, at_most=PLACEHOLDER_MICRO_BATCH)
         accumulate = max(1, config.batch_size // (micro_batch * config.trainer.devices))
-    data = build_data(
-        config.dataset.name,
-        task=config.task.name,
-        path=config.dataset.path,
-        batch_size=micro_batch,
-        accumulate=accumulate,
-        seed=config.seed,
-        **own_tokenizer(instantiate_targets(config.dataset.options), config=config),
-    )
+    with torch.device("cpu"):  # real also where the network has no memory: sizes and classes are values
+        data = build_data(
+            config.dataset.name,
+            task=config.task.name,
+            path=config.dataset.path,
+            batch_size=micro_batch,
+            accumulate=accumulate,
+            seed=config.seed,
+            **own_tokenizer(instantiate_targets(config.dataset.options), config=config),
+        )
     stored = {"pretrained": config.model.pretrained, "new_head": config.model.new_head}
     options = {
         **instantiate_targets(config.model.options),

@@ -164,10 +164,6 @@ def test_classes_of_which_all_images_are_held_out_are_told(tmp_path: Path, caplo
     write_folder(tmp_path, classes=("a", "b"), count=1)
     build_data("images", task="vision", batch_size=1, path=str(tmp_path))
     assert "1 of 2 classes have no training image, as all of theirs are held out" in caplog.text
-    caplog.clear()
-    with torch.device("meta"):  # as a plan for an absent card does
-        build_data("images", task="vision", batch_size=1, path=str(tmp_path))
-    assert not caplog.text
 
 
 def test_validation_images_without_classes_are_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def asked(budget: str, **changes: object) -> RunConfig:
         budget=parse_budget(budget),
         task=TaskConfig(name="vision"),
         model=ModelConfig(name="vit", size="small"),
-        dataset=DatasetConfig(name="synthetic_images", options={"num_samples": 64, "num_classes": 10}),
+        dataset=DatasetConfig(name="synthetic_images", options={"num_samples": 128, "num_classes": 10}),
         trainer=replace(config().trainer, precision="auto"),
         checkpoint=CheckpointConfig(),
         risk=RiskConfig(name="prior"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from baoc.config.schema import (
+    DatasetConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -27,6 +28,7 @@ from baoc.tasks.base import Task
 from baoc.training import run as training
 from baoc.training.measure.absent_card import card_of, planned_axes
 from baoc.types import Footprint
+from tests.support.images import write_folder
 from tests.support.plan_runs import asked, plan
 from tests.support.training_runs import config
 
@@ -53,6 +55,13 @@ def test_a_plan_for_a_card_is_made_without_weights(tmp_path: Path, capsys: pytes
     assert tight["peak_bytes"] <= 1.2 * GIB and tight["micro_batch"] < 64
     auto = plan(tmp_path / "auto", asked("auto", device="rtx4090"))
     assert auto["device"] == "rtx4090" and auto["peak_bytes"] <= CARDS["rtx4090"].memory_bytes
+
+
+def test_own_images_are_read_though_the_network_has_no_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Their sizes and classes are values: read under the network's meta device they were a traceback."""
+    own = DatasetConfig(name="images", path=str(write_folder(tmp_path / "images")))
+    assert plan(tmp_path / "run", replace(asked("2gb"), dataset=own, batch_size=4))["peak_bytes"] < 2 * GIB
+    assert "no training image" not in caplog.text
 
 
 def test_what_no_option_fits_names_the_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
