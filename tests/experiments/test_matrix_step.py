@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from baoc.kernels.polar import workspace_bytes
-from baoc.kernels.triton import orthogonal
 from experiments.benchmarks.matrix_step import operations
+from tests.support.interpreting import interpreted
 
 
+@interpreted
 @pytest.mark.parametrize(("lines", "length"), [(16, 16), (16, 48), (48, 16), (32, 64)])
 def test_operations_are_those_of_the_products_that_are_started(lines: int, length: int, monkeypatch):
+    from baoc.kernels.triton import orthogonal  # after Triton, which is told at its import to interpret
+
     counted: list[int] = []
 
     def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, symmetric: bool, **_: object) -> None:
