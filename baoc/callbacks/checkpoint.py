@@ -11,6 +11,8 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from time import monotonic, time
 from typing import IO, Any, Literal, cast
@@ -312,7 +314,10 @@ def check_contents(content: Mapping[str, Any]) -> None:
             raise CheckpointError(f"lacks {key!r}, so it is damaged or was not written by a run of ours")
         if not is_right(content[key]):
             raise CheckpointError(f"has a {key!r} that is not {wanted}: it is damaged")
-    if (done := _steps_of(content["loops"])) != content["global_step"]:
+    if not content["lr_schedulers"] and _progress(content["loops"], "scheduler_progress"):
+        raise CheckpointError("has no steps of the schedule that its run had, which would start anew: it is damaged")
+    done = _progress(content["loops"], "automatic_optimization.optim_progress", "optimizer", "step")
+    if done != content["global_step"]:
         raise CheckpointError(f"is of step {content['global_step']}, and its loops of step {done}: it is damaged")
     for name, tensor in content["state_dict"].items():
         if not _is_finite(tensor):
@@ -341,11 +346,10 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _steps_of(loops: Mapping[str, Any]) -> int | None:
-    """Optimizer steps by Lightning's saved progress; None if that is missing."""
+def _progress(loops: Mapping[str, Any], part: str, *keys: str) -> int | None:
+    """Completed steps of a part of the loop by Lightning's saved progress; None if that is missing."""
     try:
-        progress = loops["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]
-        return progress["optimizer"]["step"]["total"]["completed"]
+        return reduce(getitem, (*keys, "total", "completed"), loops["fit_loop"][f"epoch_loop.{part}"])
     except (KeyError, TypeError):
         return None
 

@@ -181,10 +181,16 @@ def _race_and_run(config: RunConfig, *, run_dir: Path, overrides: Sequence[str])
             say(f"risk={config.risk.name}: prices the plan and chooses no spec, {given}")
     settled = resolve_raced_recipe(config)
     if config.mode == "train" and config.race.first != "off":
-        folder = run_dir / "race"
-        if config.resume not in (None, "auto") and (Path(config.resume) / "race" / RACE_SETUP_FILE).is_file():
-            folder = Path(config.resume) / "race"
-            if not (Path(config.resume) / "metrics.jsonl").is_file():
+        folder, resumed = run_dir / "race", None if config.resume in (None, "auto") else Path(config.resume)
+        if resumed is not None and not (resumed / "race").is_dir():
+            given = config.race.first if config.race.cap_s is None else f"{config.race.cap_s:g}"
+            raise BadInputError(
+                f"race={given} chooses what a run trains with before it begins, and resume={resumed} is not the folder "
+                "of a run that raced: leave race or resume out"
+            )
+        if resumed is not None and (resumed / "race" / RACE_SETUP_FILE).is_file():
+            folder = resumed / "race"
+            if not (resumed / "metrics.jsonl").is_file():
                 settled = replace(settled, resume=None)  # training had not begun
         settled = import_module(RACES).race_before_run(settled, overrides=overrides, folder=folder, command=command)
     if settled != config:

@@ -106,6 +106,10 @@ def _parse_mapping(mapping: object) -> Budget:
         close = get_close_matches(unknown[0], _KEYS, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise BadInputError(f"budget has no key {unknown[0]!r}{hint} It takes {', '.join(_KEYS)}")
+    if all(value is None for value in node.values()):
+        raise BadInputError(
+            f'budget={dict(node)} sets none of {", ".join(_KEYS[1:])}: set one of them, or give "unlimited"'
+        )
     sizes = [node[key] for key in _MEMORY_KEYS if node.get(key) is not None]
     if len(sizes) > 1:
         raise BadInputError("budget.memory and budget.memory_bytes are the same limit: give one of them")
@@ -213,8 +217,10 @@ def _checked(budget: Budget) -> Budget:
             "0, such as 1.2; null does not limit time"
         )
     if memory is not None and fraction is not None:
+        by_name = f" (budget={budget.name}, given or by default, is the former)" if budget.name else ""
         raise BadInputError(
-            "a budget limits device memory or the state fraction, not both: choose budget=8gb or budget=state_25"
+            f"a budget limits device memory or the state fraction, not both{by_name}: choose "
+            f"budget={_memory_name(memory)} or budget={_state_name(fraction)}"
         )
     return budget
 

@@ -43,6 +43,7 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
     without classes, a class without images, and a class that training does not have.
     """
     class_folders = visible_files(folder, (entry for entry in folder.iterdir() if entry.is_dir()))
+    _warn_of_hidden(folder, num_visible=2 if classes else len(class_folders))
     loose_images = [file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()]
     visible_loose = visible_files(folder, loose_images)
     if not class_folders:
@@ -92,6 +93,13 @@ def list_images(folder: Path, *, classes: tuple[str, ...] | None = None) -> List
             folder, num_left_out, endings,
         )  # fmt: skip
     return Listing(files=tuple(files), labels=tuple(labels), classes=classes)
+
+
+def _warn_of_hidden(folder: Path, *, num_visible: int) -> None:
+    """Names hidden folders, which may be meant as classes where fewer than two are left."""
+    hidden = sorted(entry.name for entry in folder.glob(".*") if num_visible < 2 and entry.is_dir())
+    if hidden:
+        log.warning("%s: hidden folders are left out, so rename what is a class: %s", folder, ", ".join(hidden[:10]))
 
 
 def _warn_of_tables(folder: Path) -> None:

@@ -74,6 +74,8 @@ def load(
     if (new_slots := _slots_in(saved, registry=registry)) != slots:
         slots = new_slots
         fitted, sources = _fit_to_slots(saved, slots=slots)
+    if kept := _kept_settings(param_groups, settings):
+        log.warning("the checkpoint's settings of the optimizer go on: %s", kept)
     for group, new in zip(param_groups, settings, strict=True):
         group.update(new)
     saved = _apart_from_live(fitted, registry=registry, slots=slots)
@@ -205,10 +207,16 @@ def _by_position(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]])
 
 
 def _check_names(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any]]) -> None:
-    """Raises CheckpointError if a group shares no name with the checkpoint, while a group of that is unused."""
+    """Raises CheckpointError if a group shares no name with the checkpoint, while a group of that is unused; and if the
+    checkpoint has no parameters at all."""
     own_names = {name for group in param_groups for name in group["param_names"]}
     unused = [name for names, _ in saved.groups if own_names.isdisjoint(names) for name in names]
     saved_names = {name for names, _ in saved.groups for name in names}
+    if own_names and not saved_names:
+        raise CheckpointError(
+            f"the checkpoint has {len(saved.groups)} parameter groups with no parameters, this optimizer has "
+            f"{len(own_names)} parameters: pass what state_dict() of an optimizer on them returned, or start afresh"
+        )
     for position, group in enumerate(param_groups):
         if unused and group["param_names"] and saved_names.isdisjoint(group["param_names"]):
             raise CheckpointError(
@@ -314,6 +322,18 @@ def _saved_settings(saved: ParsedCheckpoint, *, param_groups: list[dict[str, Any
                 new[FIRST_BETAS] = tuple(new.get(FIRST_BETAS, new["betas"]))
         settings_by_group.append(new)
     return settings_by_group
+
+
+def _kept_settings(param_groups: list[dict[str, Any]], settings: list[dict[str, Any]]) -> str:
+    """Where saved settings differ from what was asked for. A schedule moves `lr`, and some move `betas`."""
+    kept = {}
+    for group, new in zip(param_groups, settings, strict=True):
+        for key in ("initial_lr", "eps", "weight_decay", *(() if "max_momentum" in group else ("betas",))):
+            asked = groups.to_plain(group.get(key))
+            asked = tuple(asked) if key == "betas" else asked
+            if asked is not None and new.get(key, asked) != asked:
+                kept[f"{key.removeprefix('initial_')}={new[key]}, not {asked}"] = None
+    return "; ".join(kept)
 
 
 def _load_block(

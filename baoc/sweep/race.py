@@ -660,7 +660,12 @@ def comparable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     BadInputError for a key that is no setting any more."""
     # true by default in earlier versions, and without effect in a race
     trainer = {key: value for key, value in settings["trainer"].items() if key != "reshard_after_forward"}
-    plain = to_plain(to_conf(from_plain({**settings, "trainer": trainer, "mode": "race"})))  # the record has no mode
+    own = {
+        "trainer": trainer,
+        "mode": "race",
+        "resume": None,
+    }  # the record has no mode; a run may resume after its race
+    plain = to_plain(to_conf(from_plain({**settings, **own})))
     race = {key: value for key, value in plain["race"].items() if key not in _CHANGEABLE}
     return {key: plain[key] for key in plain if key not in INCIDENTAL or key == "seed"} | {"race": race}
 

@@ -1,6 +1,7 @@
 """Resuming a run: finds and checks the checkpoint, and restores its decision (`decision.json`)."""
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,17 +10,29 @@ from typing import Any
 
 from baoc.callbacks.checkpoint import check_contents
 from baoc.callbacks.sources import changed_sources
+from baoc.config.options import GROUPS, flatten_options
 from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError, CheckpointError
 from baoc.frontier.runs import RESULT
 from baoc.tracking import console, files
-from baoc.tracking.checkpoints import load_checked, resolve_resume
+from baoc.tracking.checkpoints import META_KEY, load_checked, resolve_resume
 from baoc.tracking.metrics import METRICS_FILE
-from baoc.types import LatencyTable, Option, read_plain
+from baoc.types import LatencyTable, Option, read_plain, to_plain
 
+log = logging.getLogger(__name__)
 DECISION = "decision.json"
 LATENCY = "latency.json"
 FRONTIER = "frontier.csv"  # a run writes it last
+# Group -> its keys that change the training, all where there are none. Loading the optimizer tells of `optim`'s others.
+_TRAINING: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(GROUPS, ()),
+    "optim": ("warmup_fraction", "schedule", "final_lr_fraction", "matching", "nonfinite"),
+    "trainer": ("precision", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches"),
+}
+_NOT_TRAINING = (  # folders, and what the decision or the network itself tells
+    *("dataset.path", "dataset.workers", "model.pretrained", "model.new_head"),
+    *("model.size", "model.checkpointing", "model.compile"),
+)
 
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
@@ -48,8 +61,8 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
 def check_resume(
     config: RunConfig, *, checkpoint: Path, run_dir: Path, sources: Mapping[str, str] | None = None
 ) -> None:
-    """Refuses to resume a finished run, but not one of this folder that lacks its result. Prints the optimizer settings
-    that stay the checkpoint's, and which of `sources` have changed since."""
+    """Refuses to resume a finished run, but not one of this folder that lacks its result. Says which settings of the
+    training and which of `sources` have changed since; loading the optimizer says what stays the checkpoint's."""
     content = load_checked(checkpoint)
     step, end = content.get("global_step", 0), config.trainer.max_steps
     has_ended = all((run_dir / name).is_file() for name in (RESULT, FRONTIER))
@@ -62,12 +75,32 @@ def check_resume(
         )
     for sentence in changed_sources(content, now=sources or {}):
         console.say(sentence)
-    saved = content.get("hyper_parameters", {}).get("optimizer", {})
-    for key in ("lr", "betas", "eps", "weight_decay"):
-        asked = getattr(config.optim, key)
-        kept = tuple(saved[key]) if key in saved and isinstance(asked, tuple) else saved.get(key, asked)
-        if kept != asked:
-            console.say(f"resuming keeps optim.{key}={kept} of the checkpoint; optim.{key}={asked} is not applied")
+    now = training_settings(config)
+    then = content.get(META_KEY, {}).get("settings", now)  # earlier versions wrote none
+    changes = [
+        f"{key} {_text(then.get(key))} -> {_text(now.get(key))}"
+        for key in {**now, **then}
+        if then.get(key) != now.get(key)
+    ]
+    if changes:
+        log.warning("the training goes on with other settings than the checkpoint's: %s", "; ".join(changes))
+
+
+def training_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that change the training, by key; a checkpoint keeps them as `settings`."""
+    plain = to_plain(config) | {group: flatten_options(getattr(config, group)) for group in GROUPS}
+    flat = {
+        f"{group}.{key}": value
+        for group, keys in _TRAINING.items()
+        for key, value in plain[group].items()
+        if key in (keys or plain[group])
+    }
+    told = {key: value for key, value in flat.items() if key not in _NOT_TRAINING}
+    return {"batch_size": config.batch_size, "micro_batch": config.micro_batch, **told}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 # -- decisions --------------------------------------------------------------------------------------------------

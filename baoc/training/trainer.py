@@ -41,6 +41,7 @@ from baoc.tracking.console import say
 from baoc.tracking.loggers import log_plan
 from baoc.training.lightning import BaocDDPStrategy, BaocStrategy, BudgetedStrategy
 from baoc.training.plan_files import Recorder
+from baoc.training.resume import training_settings
 from baoc.training.session import SessionSettings
 from baoc.types import LatencyTable, Role
 
@@ -124,7 +125,7 @@ def assemble_trainer(
         keep=config.checkpoint.keep,
         monitor=monitor,
         mode="max" if higher else "min",
-        meta={"name": config.name, "seed": config.seed},
+        meta={"name": config.name, "seed": config.seed, "settings": training_settings(config)},
         track=memory.track,
         vote=vote,
     )

@@ -164,6 +164,16 @@ def test_a_run_is_never_written_over_another(training, tmp_path: Path, capsys):
     assert main(["hydra.run.dir=mine", "resume=mine"]) == 0
 
 
+@pytest.mark.parametrize("race", ["auto", "600"])
+def test_a_race_before_a_run_that_trained_without_one_is_refused(training, tmp_path: Path, capsys, race: str):
+    training(do_nothing)
+    assert main(["hydra.run.dir=mine"]) == 0
+    assert main(["hydra.run.dir=on", "resume=mine", f"race={race}"]) == 2
+    told = capsys.readouterr().err
+    assert f"race={race} chooses what a run trains with before it begins, and resume=mine is not the folder of" in told
+    assert "mode=race" not in told
+
+
 HOLD = """
 import sys
 from pathlib import Path

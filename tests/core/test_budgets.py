@@ -80,7 +80,7 @@ def test_a_preset_is_taken_by_name_and_by_itself(name: str):
 
 
 def test_host_memory_stands_beside_any_limit():
-    for other in ({"memory": "8gb"}, {"state_fraction": 0.25}, {}):
+    for other in ({"memory": "8gb"}, {"state_fraction": 0.25}, {"name": "unlimited"}):
         budget = parse_budget({**other, "host_memory": "1.5gb"})
         assert budget.host_memory_bytes == 3 * GIB // 2 and budget == replace(
             parse_budget(other), host_memory_bytes=3 * GIB // 2
@@ -163,7 +163,13 @@ def test_auto_becomes_what_is_free_and_nothing_else_changes():
         ({"memory": "8gb", "step_time": "fast"}, r"budget.step_time='fast' is no number"),
         ({"memory": "8gb", "step_time": 0}, r"budget.step_time=0 is not allowed: it is a ratio .* such as 1.2"),
         ({"memory": "8gb", "step_time": float("inf")}, r"budget.step_time=inf is not allowed"),
-        ({"memory": "8gb", "state_fraction": 0.5}, r"not both: choose budget=8gb or budget=state_25"),
+        ({"memory": "8gb", "state_fraction": 0.5}, r"not both: choose budget=8gb or budget=state_50"),
+        (
+            {"name": "8gb", "memory": "8gb", "state_fraction": 0.25},
+            r"not both \(budget=8gb, given or by default, is the former\): choose budget=8gb or budget=state_25$",
+        ),
+        ({}, r'^budget={} sets none of memory, memory_bytes, state_.*, host_memory: set one .*, or give "unlimited"$'),
+        ({"name": None, "memory": None}, r"budget={'name': None, 'memory': None} sets none of memory, "),
         (Budget(name="x", memory_bytes=-1), r"a memory budget of -1 bytes holds nothing"),
     ],
 )

@@ -367,6 +367,15 @@ def test_a_class_called_train_beside_another_is_a_class(tmp_path: Path):
     assert images(tmp_path).spec.num_classes == 2
 
 
+@pytest.mark.parametrize("classes", [(".b",), ("a", ".b")])
+def test_a_hidden_class_is_named_where_fewer_than_two_are_left(
+    tmp_path: Path, classes: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(BadInputError, match="one folder per class"):
+        images(write_folder(tmp_path, classes=classes))
+    assert "hidden folders are left out, so rename what is a class: .b" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["labels.csv", "metadata.jsonl", "annotations.JSON"])
 def test_a_table_of_labels_beside_images_is_said_to_be_not_read(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture

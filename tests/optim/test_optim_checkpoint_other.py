@@ -187,6 +187,12 @@ class TestBadCheckpoints:
         with pytest.raises(CheckpointError, match="its keys are none"):
             self.load({})
 
+    def test_no_parameters_at_all(self) -> None:
+        with pytest.raises(
+            CheckpointError, match="has 0 parameter groups with no parameters, this optimizer has 1 par"
+        ):
+            self.load({"state": {}, "param_groups": []})
+
     def test_another_schema(self) -> None:
         for schema in (1, 99):
             with pytest.raises(CheckpointError, match=f"has schema {schema}, this version reads 2: load it with the"):
@@ -314,3 +320,23 @@ def _put(value: Any, path: tuple[Any, ...], new: Any) -> None:
     for key in path[:-1]:
         value = value[key]
     value[path[-1]] = new
+
+
+def test_settings_that_stay_the_checkpoint_s_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A rate that a schedule has moved is told by its start."""
+
+    def made(**settings: Any) -> Any:
+        optimizer = build(make_params({"w": (4, 8)}), "adamw", **settings)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return optimizer, schedule
+
+    first, schedule = made(lr=1e-2, weight_decay=0.1)
+    first.step()
+    schedule.step()
+    same, _ = made(lr=1e-2, weight_decay=0.1)
+    same.load_state_dict(first.state_dict())
+    assert not caplog.text
+    other, _ = made(lr=1e-3, weight_decay=0.2, betas=(0.8, 0.9))
+    other.load_state_dict(first.state_dict())
+    told = "go on: lr=0.01, not 0.001; weight_decay=0.1, not 0.2; betas=(0.9, 0.999), not (0.8, 0.9)"
+    assert told in caplog.text and other.param_groups[0]["lr"] == 5e-3

@@ -605,6 +605,13 @@ def test_settings_of_a_race_are_refused_in_a_sentence(words: list[str], told: st
         from_hydra(compose(["model=vit", *words]))
 
 
+@pytest.mark.parametrize("resumes_a_folder", [False, True])
+def test_a_run_that_is_resumed_finds_its_race(tmp_path: Path, resumes_a_folder: bool):
+    for words in (["race=600"], ["race=600", f"resume={tmp_path if resumes_a_folder else 'auto'}"]):
+        given = config(tmp_path, "mode=train", *words)
+        RaceRun(given, overrides=[*WORDS, *words], folder=tmp_path, command="c", code=STUB).check_setup()
+
+
 @pytest.mark.slow
 def test_a_race_goes_on_under_its_own_cap_alone(tmp_path: Path):
     """Another cap would have other runs, which are known by their numbers."""

@@ -77,6 +77,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         for at in ("text", -7, 10**30)
     },
     "a schedule that is none": (lambda c: c.update(lr_schedulers=["x"]), "has a 'lr_schedulers' that is not the steps"),
+    "no schedule": (lambda c: c.update(lr_schedulers=[]), "has no steps of the schedule that its run had, which would"),
     "no generators": (lambda c: c["callbacks"].pop("RngState"), "lacks the state of the random generators"),
     "half of a generator": (
         lambda c: c["callbacks"]["RngState"].update(torch=torch.zeros(7, dtype=torch.uint8)),
@@ -115,6 +116,9 @@ def test_what_is_right_is_taken(folder: Path) -> None:
     others = (half.to_sparse(), half.to_sparse_csr(), half.to(torch.complex64), half.to(torch.float8_e4m3fn))
     check_contents({**content, "state_dict": dict(zip("abcd", others, strict=True))})
     assert find_checkpoint(config(resume=str(last)), run_dir=folder) == last
+    loops = copy.deepcopy(content["loops"])  # of a task without a schedule
+    loops["fit_loop"]["epoch_loop.scheduler_progress"]["total"]["completed"] = 0
+    check_contents({**content, "lr_schedulers": [], "loops": loops})
 
 
 @pytest.mark.parametrize(

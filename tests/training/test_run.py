@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from baoc.config.schema import AllocatorConfig, ModelConfig, RiskConfig
+from baoc.config.schema import AllocatorConfig, ModelConfig, RiskConfig, TaskConfig
 from baoc.core.budgets import parse_budget
 from baoc.errors import BadInputError, CheckpointError, InfeasibleBudgetError, TrainingFailedError
 from baoc.training import run as training
@@ -167,11 +167,35 @@ def test_a_checkpoint_with_a_position_in_other_data_is_refused(whole, tmp_path):
         run(tmp_path / "day" / "overfit", resume=str(whole[0]), trainer=longer)
 
 
-def test_a_resumed_run_says_what_stays_and_predicts_its_own_peak(whole, tmp_path, capsys):
+def test_a_resumed_run_says_what_stays_and_predicts_its_own_peak(whole, tmp_path, caplog):
     longer = replace(config().trainer, max_steps=20)
     result = run(tmp_path / "day" / "on", resume=str(whole[0]), trainer=longer, optim=replace(config().optim, lr=0.1))
-    assert "resuming keeps optim.lr=0.003 of the checkpoint; optim.lr=0.1 is not applied" in capsys.readouterr().out
+    assert "the checkpoint's settings of the optimizer go on: lr=0.003, not 0.1" in caplog.text
+    assert "the training goes on with other settings" not in caplog.text
     assert 0.97 * result.peak_bytes_predicted <= result.peak_bytes <= result.peak_bytes_predicted
+
+
+def test_a_resumed_run_says_which_settings_of_the_training_are_others(whole, tmp_path, caplog):
+    """Those that loading refuses, such as another number of samples, and those of the optimizer are told elsewhere."""
+    given = config()
+    trainer = replace(given.trainer, max_steps=16, precision="bf16-mixed", gradient_clip_val=0.5, log_every_n_steps=3)
+    run(
+        tmp_path / "day" / "on",
+        resume=str(whole[0]),
+        trainer=trainer,
+        micro_batch=16,
+        task=TaskConfig(options={"label_smoothing": 0.1}),
+        dataset=replace(given.dataset, options={"split_seed": 1}),
+        optim=replace(given.optim, schedule="constant", weight_decay=0.2),
+        checkpoint=replace(given.checkpoint, keep=2),
+    )
+    (told,) = (line for line in caplog.messages if line.startswith("the training goes on with other settings than"))
+    assert told.partition(": ")[2].split("; ") == [
+        "micro_batch null -> 16", "task.label_smoothing null -> 0.1", "dataset.split_seed null -> 1",
+        "optim.schedule cosine -> constant", "trainer.precision 32-true -> bf16-mixed",
+        "trainer.gradient_clip_val 1.0 -> 0.5",
+    ]  # fmt: skip
+    assert "go on: weight_decay=0.01, not 0.2" in caplog.text
 
 
 def test_a_step_time_that_cannot_be_met_is_told_as_a_ratio(tmp_path):
