@@ -176,15 +176,19 @@ class Ranks:
         """Overwrites the tensors of all ranks with rank 0's values."""
 
     def broadcast_result(self, make: Callable[[], T], *, for_others: Callable[[T], T] | None = None) -> T:
-        """Calls `make` on rank 0 alone and returns its result on all ranks, or raises its error on all. `for_others`
-        reduces the result to what the other ranks need, before it is sent."""
+        """Calls `make` on rank 0 alone and returns its result on all ranks, or raises its error on all.
+
+        `for_others` reduces the result to what the other ranks need, before it is sent.
+        """
         return make()
 
     def run_or_raise_on_all(self, make: Callable[[], T], *, has_collectives: bool = False) -> T:
-        """Calls `make` on every rank and returns its own result; if it fails on any rank, all ranks raise. A rank
-        raises its own Exception, or else that of the lowest rank with one. `has_collectives`: `make` calls collectives
-        itself, as forward does under fully_shard. Other ranks may then hang inside it, so a rank with an error waits
-        for them for as long as its own call took and PEER_TIMEOUT_S at most."""
+        """Calls `make` on every rank and returns its own result; if it fails on any rank, all ranks raise.
+
+        A rank raises its own Exception, or else that of the lowest rank with one. `has_collectives`: `make` calls
+        collectives itself, as forward does under fully_shard. Other ranks may then hang inside it, so a rank with an
+        error waits for them for as long as its own call took and PEER_TIMEOUT_S at most.
+        """
         return make()
 
     def meet(self, what: str) -> None:
@@ -403,8 +407,10 @@ def refuse_several_processes(key: str) -> None:
 
 
 def current_rank(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """The rank by the process group or a launcher's variables; None for a process by itself. A rank above 0 is one of
-    several, even if no variable has the world size."""
+    """The rank by the process group or a launcher's variables; None for a process by itself.
+
+    A rank above 0 is one of several, even if no variable has the world size.
+    """
     return _rank_in_group() or _rank_in_slurm(environment) or _rank_of_launcher(environment)
 
 

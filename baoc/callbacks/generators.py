@@ -20,11 +20,14 @@ log = logging.getLogger(__name__)
 
 class RngState(L.Callback):
     """Stores the states of Python's, NumPy's and torch's (CPU, and the run's CUDA device) generators in checkpoints.
+
     They are restored when the first training batch starts, not when the checkpoint is loaded, because Lightning loads
     it before data loaders and sanity checks, which draw numbers too. Place this callback first, so that draws of other
     callbacks at the start of a batch come after. `metrics.jsonl` is truncated to the step of the checkpoint, so that
-    steps of a killed attempt are not logged twice. Resuming on another type of device logs a warning. A checkpoint
-    holds the generators of each rank. A rank without a state is seeded from rank 0's state and its number."""
+    steps of a killed attempt are not logged twice. Resuming on another type of device logs a warning.
+
+    A checkpoint holds the generators of each rank. A rank without a state is seeded from rank 0's state and its number.
+    """
 
     def __init__(self) -> None:
         self._pending: dict[str, Any] | None = None

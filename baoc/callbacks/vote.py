@@ -11,10 +11,12 @@ from baoc.parallel import SINGLE_PROCESS, Ranks
 
 
 class StepVote(L.Callback):
-    """Calls each of `local_values` for a number; `outcome(name)` is the maximum of this number over ranks. Votes are
-    taken before the first step, after each step and after each validation, by one all-reduce of all numbers. A callback
-    that acts on an outcome therefore acts on all ranks in the same step. Place this callback before those. Without
-    ranks, or if the Trainer does not have this callback, `outcome` calls and all-reduces at once."""
+    """Calls each of `local_values` for a number; `outcome(name)` is the maximum of this number over ranks.
+
+    Votes are taken before the first step, after each step and after each validation, by one all-reduce of all numbers.
+    A callback that acts on an outcome therefore acts on all ranks in the same step. Place this callback before those.
+    Without ranks, or if the Trainer does not have this callback, `outcome` calls and all-reduces at once.
+    """
 
     def __init__(self) -> None:
         self.local_values: dict[str, Callable[[], float]] = {}

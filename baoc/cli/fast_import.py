@@ -11,8 +11,10 @@ _UNUSED = ("scipy", "transformers", "nltk", "librosa", "pycocotools", "torchvisi
 
 
 def import_torchmetrics() -> None:
-    """Imports torchmetrics as if `_UNUSED` were not installed. Does nothing if lightning_utilities has other internals
-    than those that are replaced here."""
+    """Imports torchmetrics as if `_UNUSED` were not installed.
+
+    Does nothing if lightning_utilities has other internals than those that are replaced here.
+    """
     with suppress(ImportError, AttributeError):
         from lightning_utilities.core import imports
 

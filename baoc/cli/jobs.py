@@ -61,9 +61,11 @@ def reset_state(argv: Sequence[str]) -> None:
 
 
 def run_job(config: DictConfig) -> None:
-    """Runs one composed configuration. Failures are reported and recorded. Only an interrupt is raised. If a launcher
-    starts several ranks per job (submitit with tasks_per_node or nodes), rank 0 does this, and the other ranks join its
-    run."""
+    """Runs one composed configuration. Failures are reported and recorded. Only an interrupt is raised.
+
+    If a launcher starts several ranks per job (submitit with tasks_per_node or nodes), rank 0 does this, and the other
+    ranks join its run.
+    """
     if HydraConfig.get().mode == RunMode.RUN:
         _run_job(config)
         return
@@ -105,8 +107,11 @@ def _run_job(config: DictConfig) -> None:
 
 
 def with_race_command(argv: Sequence[str]) -> list[str]:
-    """Replaces `mode=race resume=FOLDER` by the command line that started the race, in FOLDER. Other overrides in
-    `argv`, such as race.workers, replace those of that command line. Returns other command lines unchanged."""
+    """Replaces `mode=race resume=FOLDER` by the command line that started the race, in FOLDER.
+
+    Other overrides in `argv`, such as race.workers, replace those of that command line. Returns other command lines
+    unchanged.
+    """
     values: dict[str, str] = {key: value for key, equals, value in (word.partition("=") for word in argv) if equals}
     folder = Path(values.get("resume", "")).expanduser()
     if values.get("mode") != "race" or "resume" not in values or not (folder / RACE_SETUP_FILE).is_file():

@@ -31,8 +31,10 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors instead of exit
 
 
 def main(argv: Sequence[str] | None = None, *, single: bool = False) -> int:
-    """Runs a command line and returns its exit code (docs/troubleshooting.md). `single`: the command is one run, such
-    as a trial, so that Hydra need compose only once."""
+    """Runs a command line and returns its exit code (docs/troubleshooting.md).
+
+    `single`: the command is one run, such as a trial, so that Hydra need compose only once.
+    """
     open_missing_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
     jobs.reset_state(argv)

@@ -43,8 +43,10 @@ _BROADCAST: list[bool] = []
 
 
 def join(rank: RankInfo) -> int:
-    """Joins the process group of the launcher's processes and returns this process's rank. Sets environment variables
-    that torch reads. Raises BadInputError if one is unknown."""
+    """Joins the process group of the launcher's processes and returns this process's rank.
+
+    Sets environment variables that torch reads. Raises BadInputError if one is unknown.
+    """
     environment = rendezvous_environment(rank)
     os.environ.update(environment)
     _init_process_group(None, rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]))
@@ -102,8 +104,11 @@ def serve() -> int:
 
 
 def rendezvous_environment(rank: RankInfo) -> dict[str, str]:
-    """The environment variables by which torch makes a process group. They are taken from the environment, and where it
-    lacks them from variables of Slurm and submitit. Raises BadInputError if one is unknown."""
+    """The environment variables by which torch makes a process group.
+
+    They are taken from the environment, and where it lacks them from variables of Slurm and submitit. Raises
+    BadInputError if one is unknown.
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     get, variables = os.environ.get, {name: os.environ[name] for name in names if name in os.environ}
     if rank.source.startswith("srun") and "SLURM_NODELIST" in os.environ:
@@ -157,7 +162,9 @@ def _destroy_process_group() -> None:
 @contextmanager
 def with_all_ranks(config: RunConfig, *, command: str) -> Iterator[RunConfig]:
     """Starts the other ranks if the run needs some, and broadcasts the configuration to all. This process is rank 0.
-    Yields the configuration with the number of devices. Raises TrainingFailedError if another rank ended first."""
+
+    Yields the configuration with the number of devices. Raises TrainingFailedError if another rank ended first.
+    """
     if _BROADCAST:
         size, devices = ranks().size, config.trainer.devices
         if devices not in (1, size):

@@ -28,9 +28,11 @@ class FolderInUseError(BadInputError):
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock; forked workers do not keep it. Raises FolderInUseError if another process holds it. Does
-    nothing on systems and file systems without such locks, or if the folder cannot be written, which the first write of
-    the run reports."""
+    """Holds the folder's lock; forked workers do not keep it. Raises FolderInUseError if another process holds it.
+
+    Does nothing on systems and file systems without such locks, or if the folder cannot be written, which the first
+    write of the run reports.
+    """
     file = _acquire(folder / LOCK)
     try:
         yield

@@ -12,8 +12,10 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def sleep_where_shared(environment: MutableMapping[str, str] | None = None) -> bool:
-    """Makes waiting threads sleep if other processes use these cores, unless the user has set VARIABLES. Returns
-    whether it did."""
+    """Makes waiting threads sleep if other processes use these cores, unless the user has set VARIABLES.
+
+    Returns whether it did.
+    """
     environment = os.environ if environment is None else environment
     if any(name in environment for name in VARIABLES) or not cores_are_shared():
         return False

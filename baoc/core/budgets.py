@@ -42,10 +42,15 @@ _KEYS = ("name", *_NAMED_LIMITS, "step_time", "host_memory")
 
 
 def parse_budget(spelling: str | int | float | Budget | Mapping[str, Any]) -> Budget:
-    """Any spelling of a budget as a Budget. An int is bytes of device memory, a float the fraction of fp32 AdamW's
-    state bytes in (0, 1]; both may be text. A mapping may have `name`, `memory` (a size or bytes; `memory_bytes` is the
-    same), `state_fraction`, `step_time` and `host_memory` (a size or bytes of pinned host memory for states). Raises
-    BadInputError: For anything else; the message lists the spellings."""
+    """Any spelling of a budget as a Budget.
+
+    An int is bytes of device memory, a float the fraction of fp32 AdamW's state bytes in (0, 1]; both may be text. A
+    mapping may have `name`, `memory` (a size or bytes; `memory_bytes` is the same), `state_fraction`, `step_time` and
+    `host_memory` (a size or bytes of pinned host memory for states).
+
+    Raises:
+        BadInputError: For anything else; the message lists the spellings.
+    """
     if isinstance(spelling, Budget):
         return _checked(spelling)
     if isinstance(spelling, str):

@@ -247,10 +247,12 @@ def _selects(pattern: str, name: str) -> bool:
 
 
 def select(patterns: Sequence[str]) -> dict[str, OptimizerSpec]:
-    """Specs whose name is in `patterns` or matches one of them as a glob (`foam_*`), in catalogue order. A pattern
-    without "+" selects native weights only, one without "@" specs on the device only: `*_int8+split8`, `*+*`,
-    `*@streamed` and `*+*@*` select others. Plain bf16 weights have to be named (`adamw*+bf16`). Raises BadInputError
-    for a pattern that matches no spec."""
+    """Specs whose name is in `patterns` or matches one of them as a glob (`foam_*`), in catalogue order.
+
+    A pattern without "+" selects native weights only, one without "@" specs on the device only: `*_int8+split8`,
+    `*+*`, `*@streamed` and `*+*@*` select others. Plain bf16 weights have to be named (`adamw*+bf16`). Raises
+    BadInputError for a pattern that matches no spec.
+    """
     return dict(_selected(tuple(patterns)))
 
 

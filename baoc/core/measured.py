@@ -119,9 +119,11 @@ def nearest_size(sizes: Sequence[Family], *, num_params: int) -> Family | None:
 
 
 def faded_rate(rate: float, *, num_params: int, measured: int) -> float:
-    """A measured multiple of the learning rate at another network size than the `measured` one. It holds up to the
-    measured size and fades to 1 over FADING_DECADES beyond: updates of all rules have AdamW's size, so AdamW's own
-    learning rate is the best guess without a measurement."""
+    """A measured multiple of the learning rate at another network size than the `measured` one.
+
+    It holds up to the measured size and fades to 1 over FADING_DECADES beyond: updates of all rules have AdamW's size,
+    so AdamW's own learning rate is the best guess without a measurement.
+    """
     decades = log10(max(num_params, 1) / max(measured, 1))
     return rate ** (1 - min(max(decades, 0.0) / FADING_DECADES, 1.0))
 
@@ -134,9 +136,11 @@ def with_rate(recipe: Recipe, rate: float, *, by_role: Mapping[str, float] | Non
 
 def family_of(params: Sequence[ParamInfo]) -> str | None:
     """The measured family of a network, by shapes and roles; None if it is no transformer of a measured kind.
+
     Diffusion: it has modulated layers. Language: an embedding has the head's rows or is tied; with a convolution of
     images too it has to be tied, as the table may be of classes. Vision: a convolution cuts images into patches, and
-    there is a head."""
+    there is a head.
+    """
     total = sum(param.numel for param in params)
     hidden = sum(param.numel for param in params if param.role in (Role.ATTENTION, Role.MLP))
     attends = any(param.role is Role.ATTENTION for param in params)

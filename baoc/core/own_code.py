@@ -157,9 +157,11 @@ def load(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def call(name: str, *, key: str, options: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Any:
-    """Calls the code with the user's `options`, and with those of `offered` that its signature names. `_args_` of the
-    options are positional, as for Hydra's instantiate. Raises BadInputError if arguments are missing or unknown, and if
-    the code raises."""
+    """Calls the code with the user's `options`, and with those of `offered` that its signature names.
+
+    `_args_` of the options are positional, as for Hydra's instantiate. Raises BadInputError if arguments are missing or
+    unknown, and if the code raises.
+    """
     function = load(name, key=key)
     kwargs = dict(options)
     args = tuple(kwargs.pop("_args_", ()))

@@ -76,7 +76,11 @@ def half_interval(sd: float, *, n: int, level: float = DEFAULT_LEVEL) -> float:
 def paired_difference(
     ours: Mapping[int, float], theirs: Mapping[int, float], *, level: float = DEFAULT_LEVEL
 ) -> Interval:
-    """The mean of `ours` - `theirs` over the seeds that both have. Raises ValueError: they share no seed."""
+    """The mean of `ours` - `theirs` over the seeds that both have.
+
+    Raises:
+        ValueError: they share no seed.
+    """
     shared = sorted(ours.keys() & theirs.keys())
     if not shared:
         raise ValueError(

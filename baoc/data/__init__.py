@@ -20,10 +20,14 @@ __all__ = ["DATASETS", "MODEL_TOKENIZER", "Dataset", "build_data", "dataset_info
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset(own_code.Entry):
-    """An entry of DATASETS: the tasks that it serves, none for any, and what makes its DataModule.
+    """An entry of DATASETS.
 
-    `path_dataset` names the entry that reads a user's `dataset.path`. None: this entry, which works without a path too.
-    An entry that names itself requires a path.
+    Args:
+        tasks: names of the tasks that the data serve; empty for any task.
+        builder: makes the DataModule from batch_size, seed, accumulate and the options.
+        path_dataset: name of the entry that reads a user's `dataset.path`. None: this entry, which works without a path
+            too. An entry that names itself requires a path.
+        takes_path: False for generated data.
     """
 
     tasks: tuple[str, ...] = ()
@@ -155,9 +159,16 @@ def build_data(
     path: str | None = None,
     **options: Any,
 ) -> "DataModule":
-    """Builds the DataModule `name` for `task`, of what is at the user's `path` where one is given.
+    """Builds the DataModule `name` for `task`.
 
-    `options` are those of its entry in DATASETS. Raises BadInputError for unusable data too.
+    Args:
+        batch_size: samples of a micro-batch.
+        accumulate: micro-batches of an optimizer step.
+        path: a file or folder of the user, which replaces the data of an embedded set.
+        options: those of the entry in DATASETS.
+
+    Raises:
+        BadInputError: for an unknown name, a set that does not serve the task, and unusable data.
     """
     require_task(name, task=task)
     dataset = dataset_info(name)

@@ -125,9 +125,14 @@ def image_source(
 ) -> ImageSource:
     """Makes a source of `items`, in memory if they are small and augmentation does not need the original images.
 
-    A validation source takes size and channels over from the training source, `like`. Else `image_size` None is the
-    median of the shorter sides, at most MAX_DEFAULT_SIDE, and there is one channel if all of SURVEYED_IMAGES are grey.
-    Raises TrainingFailedError for an image that cannot be decoded.
+    Args:
+        labels: (N,) int64.
+        image_size: pixels per side; None takes the median of the shorter sides, at most MAX_DEFAULT_SIDE.
+        like: the training source, whose size and channels a validation source takes over. None: images have one channel
+            if all of SURVEYED_IMAGES are grey, else three.
+
+    Raises:
+        TrainingFailedError: for an image that cannot be decoded.
     """
     if like is not None:
         size, channels = like.image_size, like.channels

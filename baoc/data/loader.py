@@ -18,7 +18,14 @@ __all__ = ["Batch", "SequentialLoader", "ShuffledLoader", "Transform"]
 
 
 class SequentialLoader:
-    """Batches of the rows `indices` (None: all) in order, the last one possibly smaller: for validation."""
+    """Batches in order, the last one possibly smaller: for validation.
+
+    Args:
+        source: tensors by name, each (N, ...), or a Source.
+        indices: rows that this loader returns, (n,) int64; None for all.
+        transform: applied to each batch.
+        workers: processes that make batches ahead of time; 0 makes them in this process.
+    """
 
     def __init__(
         self,

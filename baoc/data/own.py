@@ -27,7 +27,14 @@ def build_own(
     The function gets `options`, and `path`, `task`, `seed`, `batch_size` and `accumulate` if its signature has them. It
     returns a `DataModule`, (train, val) or (train, val, facts). Each of train and val is a sequence of samples, or one
     mapping of equally long tensors. `facts` may hold num_classes, vocab_size (else guessed from the first 1,000
-    samples) and bytes_per_token. Images must be square for a vision model. Raises BadInputError for anything else.
+    samples) and bytes_per_token. Images must be square for a vision model.
+
+    Args:
+        batch_size: samples of a micro-batch.
+        accumulate: micro-batches of a step.
+
+    Raises:
+        BadInputError: for any other return value.
     """
     batches = {"batch_size": batch_size, "seed": seed, "accumulate": accumulate}
     if path is not None:

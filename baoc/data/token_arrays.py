@@ -35,7 +35,11 @@ def encode(
 ) -> EncodedText:
     """Returns the tokens of `chunks()`, with an end token after each document, from the cache if they are there.
 
-    Byte tokens of a small set are not cached, because they are the text itself. `num_bytes` is about the text's size.
+    Byte tokens of a small set are not cached, because they are the text itself.
+
+    Args:
+        num_bytes: approximate size of the text.
+        text_key: identifies the text in the cache.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     if isinstance(tokenizer, ByteTokenizer) and num_bytes <= IN_MEMORY_BYTES:

@@ -81,8 +81,13 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Loads the tokenizer that `dataset.tokenizer` names, or trains it for `bpe`.
 
-    `training_chunks` returns the text to train on, which `text_key` identifies in the cache; None if it cannot be read
-    before training, as a stream. Raises BadInputError for what is no tokenizer and for an unreachable hub.
+    Args:
+        vocab_size: of a trained tokenizer.
+        training_chunks: returns the text to train on; None if it cannot be read before training, as a stream.
+        text_key: identifies the training text in the cache of trained tokenizers.
+
+    Raises:
+        BadInputError: for a missing file, a file that is not a tokenizer, a missing package or an unreachable hub.
     """
     if name == "bytes":
         return ByteTokenizer()

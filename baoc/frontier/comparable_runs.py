@@ -70,10 +70,12 @@ def workload_frontier(runs: Sequence[RunFolder], *, names: RunLabels) -> Frontie
 
 
 def hypervolume_histories(runs: Sequence[RunFolder], *, group: Grouping = by_family) -> list[dict[str, Any]]:
-    """The hypervolume after each run of one workload, per memory axis and group, in percent of that of all runs. Bytes
-    count in doublings. Grouped by family there is also the group `all`. In a row, `runs` are positions in the argument
-    of that name, from 1; seeds are not averaged. All groups of an axis share one reference: the worst value of each
-    objective."""
+    """The hypervolume after each run of one workload, per memory axis and group, in percent of that of all runs.
+
+    Bytes count in doublings. Grouped by family there is also the group `all`. In a row, `runs` are positions in the
+    argument of that name, from 1; seeds are not averaged. All groups of an axis share one reference: the worst value of
+    each objective.
+    """
     points = [frontier_point(run, label=run.name) for run in runs]
     groups: dict[str, list[int]] = {ALL: list(range(len(runs)))} if group is by_family else {}  # name -> indices
     for i, run in enumerate(runs):

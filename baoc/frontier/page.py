@@ -49,8 +49,10 @@ _LONG_NUMBER = re.compile(r"(?<![^\[,=])-?\d*\.\d{4,}(e-?\d+)?(?![^,\] ])")  # a
 def page_data(
     runs: Sequence[RunFolder], *, title: str, page_folder: Path, race: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The page's JSON: per workload its points, hypervolumes and blocks; the failed jobs; and a race. Folders of runs
-    are relative to `page_folder`, so that the page can be sent elsewhere together with them."""
+    """The page's JSON: per workload its points, hypervolumes and blocks; the failed jobs; and a race.
+
+    Folders of runs are relative to `page_folder`, so that the page can be sent elsewhere together with them.
+    """
     names = label_runs(runs)
     failed = [(run, job) for run in runs if (job := failed_run(run, label=names[run.path])) is not None]
     failed_names = short_names([job.label for _, job in failed], shorten=shorten_numbers)
@@ -146,8 +148,10 @@ def _workload_data(
 
 def importances(runs: Sequence[RunFolder], *, settings: Mapping[Path, Mapping[str, Any]]) -> dict[str, float]:
     """Setting -> its share, of a sum of 1, in what separates the best quarter of runs from the others: Optuna's
-    PED-ANOVA (arXiv 2304.10255). Empty for fewer than MIN_RUNS_FOR_IMPORTANCES runs, and without Optuna. Settings that
-    some runs lack are left out, as are runs that diverged."""
+    PED-ANOVA (arXiv 2304.10255). Empty for fewer than MIN_RUNS_FOR_IMPORTANCES runs, and without Optuna.
+
+    Settings that some runs lack are left out, as are runs that diverged.
+    """
     try:
         import optuna
     except ImportError:

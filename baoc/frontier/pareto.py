@@ -31,9 +31,11 @@ class Objective:
 
     def gain(self, point: FrontierPoint, *, reference: float) -> float:
         """How much better than `reference` (in the objective's own unit) a point is, along the axis of a hypervolume.
+
         Quality counts linearly, bytes and samples/s in doublings: their ratios carry over between devices and networks,
         their differences do not. In plain bytes, a front that keeps 2 % of the state would have 98 % of the volume
-        whatever else it found."""
+        whatever else it found.
+        """
         value = float(getattr(point, self.name))
         if self.name == "quality":
             return value - reference if self.higher_is_better else reference - value
@@ -84,9 +86,11 @@ def build_frontier(
 
 
 def doublings(value: float, *, up_to: float) -> float:
-    """log2(up_to / value), clipped to [-MAX_DOUBLINGS, MAX_DOUBLINGS]; 0 for two zeros. The clip gives 0 bytes (the
-    rule `sign` has no state) a position that does not outweigh all others: a budget of 1 % is 6.6 doublings below
-    AdamW's state, and anything below 1/128 counts as 7."""
+    """log2(up_to / value), clipped to [-MAX_DOUBLINGS, MAX_DOUBLINGS]; 0 for two zeros.
+
+    The clip gives 0 bytes (the rule `sign` has no state) a position that does not outweigh all others: a budget of 1 %
+    is 6.6 doublings below AdamW's state, and anything below 1/128 counts as 7.
+    """
     if value <= 0 or up_to <= 0:
         return MAX_DOUBLINGS * ((up_to > 0) - (value > 0))
     return max(-MAX_DOUBLINGS, min(log2(up_to) - log2(value), MAX_DOUBLINGS))
@@ -110,9 +114,12 @@ def _dominates(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def hypervolume(costs: Sequence[Sequence[float]], *, reference: Sequence[float]) -> float:
-    """Exact volume that the points dominate up to `reference` (minimised). Sweeps along the last axis: between two
-    neighbouring values lies a slice of one dimension less times a height. Points that are not better than the reference
-    in every dimension add nothing. Pass the front alone: dominated points change nothing and cost time."""
+    """Exact volume that the points dominate up to `reference` (minimised).
+
+    Sweeps along the last axis: between two neighbouring values lies a slice of one dimension less times a height.
+    Points that are not better than the reference in every dimension add nothing. Pass the front alone: dominated points
+    change nothing and cost time.
+    """
     inside = [cost for cost in costs if all(c < r for c, r in zip(cost, reference, strict=True))]
     if not inside:
         return 0.0
@@ -148,9 +155,11 @@ def hypervolume_history(
 
 
 def knee(points: Sequence[FrontierPoint], *, quality: Objective, memory: Objective) -> FrontierPoint | None:
-    """The point of the front beyond which more memory buys little quality; None if the front has none. It is the point
-    farthest below the line through the front's ends (Kneedle; Satopaa et al., 2011), with quality scaled to its range
-    and bytes as doublings up to the largest. There is none if no point lies below that line."""
+    """The point of the front beyond which more memory buys little quality; None if the front has none.
+
+    It is the point farthest below the line through the front's ends (Kneedle; Satopaa et al., 2011), with quality
+    scaled to its range and bytes as doublings up to the largest. There is none if no point lies below that line.
+    """
     costs = [(quality.cost(point), memory.cost(point)) for point in points]
     finite = [(cost, point) for cost, point in zip(costs, points, strict=True) if all(map(isfinite, cost))]
     on_front = pareto([cost for cost, _ in finite])
@@ -170,9 +179,11 @@ def knee(points: Sequence[FrontierPoint], *, quality: Objective, memory: Objecti
 
 
 def average_seeds(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    """One point per (task, model, label), in order of first appearance, of points that are single runs. Quality and
-    throughput are means over seeds. Bytes are the maximum, since a budget must hold for each seed. The spread is the
-    sample standard deviation of the quality."""
+    """One point per (task, model, label), in order of first appearance, of points that are single runs.
+
+    Quality and throughput are means over seeds. Bytes are the maximum, since a budget must hold for each seed. The
+    spread is the sample standard deviation of the quality.
+    """
     groups: dict[tuple[str, str, str], list[FrontierPoint]] = {}
     for point in points:
         assert point.num_seeds == 1, f"{point.run} is a mean over seeds already"

@@ -9,9 +9,11 @@ from baoc.tracking import console, files
 
 
 def read_plans(folder: Path) -> list[dict[str, Any]]:
-    """The plan.json of every job of a multirun, ordered by peak, with `dominated` and the `settings` it differs in. A
-    plan is dominated if another one for the same device is at least as good in peak, risk and samples/s, and better in
-    one of them."""
+    """The plan.json of every job of a multirun, ordered by peak, with `dominated` and the `settings` it differs in.
+
+    A plan is dominated if another one for the same device is at least as good in peak, risk and samples/s, and better
+    in one of them.
+    """
     paths = sorted(folder.glob("*/plan.json"))
     fields = {"device": str, "name": str, "peak_bytes": int, "risk": (int, float), "samples_per_s": NUMBER}
     plans = [files.read_record(path, fields) for path in paths]

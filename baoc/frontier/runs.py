@@ -46,8 +46,10 @@ class RunFolder:
 
     @property
     def workload(self) -> Workload:
-        """(task, model, data set, quality metric): runs are comparable if these agree. The data set is its name and a
-        hash of its content and settings, where the result has that: `digits@1f2e3d4c`."""
+        """(task, model, data set, quality metric): runs are comparable if these agree.
+
+        The data set is its name and a hash of its content and settings, where the result has that: `digits@1f2e3d4c`.
+        """
         result = result_of(self)
         dataset = str(result.get("dataset") or self.settings.get("dataset.name", ""))
         sha = str(result.get("data_sha256") or "")[:HASH_CHARS]

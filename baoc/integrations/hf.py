@@ -39,8 +39,10 @@ def with_budget(trainer: AnyTrainer, *, budget: Any = "auto", auto_batch: bool =
             `baoc.advise`. Their product, the samples of a step, stays as the arguments have it.
         options: Those of BaocOptimizer: `recipe`, `pretrained`, `settings`, `verbose`, ...
 
-    Raises BadInputError if it has an optimizer or a budget already, and from `train` if it builds no AdamW;
-    InfeasibleBudgetError if with `auto_batch` no way to run a step fits.
+    Raises:
+        BadInputError: The trainer has an optimizer or a budget already; or, from `train`, it builds one other than
+            AdamW.
+        InfeasibleBudgetError: With `auto_batch`, no way to run a step fits.
     """
     has_budget = any(isinstance(callback, BudgetCallback) for callback in trainer.callback_handler.callbacks)
     built_here = has_budget and "create_optimizer" in vars(trainer)  # after `train`, by an earlier call

@@ -26,9 +26,13 @@ OWN_LR = 1e-3  # the default of torch.optim.AdamW, for networks of the user's co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """One named size: arguments of the family's `build`, and a good learning rate for fp32 AdamW.
+    """One named size.
 
-    `micro_batch` samples of a forward fit into 8 GiB on a GPU, or are the fewest if none do; None: the whole batch.
+    Args:
+        settings: arguments of the family's `build`.
+        lr: a good learning rate for fp32 AdamW.
+        micro_batch: samples per forward that fit into 8 GiB on a GPU, or the smallest number if none does; None if the
+            whole batch fits.
     """
 
     name: str
@@ -40,9 +44,14 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily(own_code.Entry):
-    """An entry of MODELS: the task that it is trained for (None: any) and others that it supports, its sizes by name,
-    what `model.size=auto` takes by type of device, and library modules that building it imports, which a fork server
-    imports in advance. `needs_pretrained`: it is built from `model.pretrained` alone, with its weights from the start.
+    """An entry of MODELS: the task it is trained for, and its sizes by name.
+
+    Args:
+        auto: device type -> the size that `model.size=auto` takes.
+        imports: library modules that building it imports; a fork server imports them in advance.
+        task: None supports any.
+        other_tasks: tasks that it also supports.
+        needs_pretrained: it is built from `model.pretrained` alone, and has its weights from the start.
     """
 
     task: str | None

@@ -41,8 +41,13 @@ def add_lora(
 ) -> int:
     """Adds LoRA adapters in place and freezes everything else; returns the number of adapted layers.
 
-    `targets` are ends of names of linear layers; empty adapts each but the head. `alpha` None is twice the rank. `seed`
-    draws the initial values and leaves the global generator unchanged. Raises BadInputError if no layer matches.
+    Args:
+        targets: ends of the names of linear layers to adapt; empty adapts every linear layer but the head.
+        alpha: LoRA's scale; None is twice the rank.
+        seed: of the adapters' initial values; leaves the global generator unchanged.
+
+    Raises:
+        BadInputError: `targets` match no layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -34,8 +34,11 @@ def load_pretrained(model: nn.Module, path: str, *, new_head: bool = False) -> L
     """Loads the weights at `path` into `model` in place.
 
     With `new_head`, the head keeps its initial values, and heads and poolers that only the stored network has are
-    ignored. A folder is read by the network's library, including settings such as the epsilon of norms. Raises
-    BadInputError for missing, unexpected, differently shaped and NaN tensors, and two unlike ones of a tied parameter.
+    ignored. A folder is read by the network's library, including settings such as the epsilon of norms.
+
+    Raises:
+        BadInputError: a path without weights; missing, unexpected or differently shaped tensors; two stored tensors
+            with different values for one (tied) parameter; NaN.
     """
     location = Path(path).expanduser()
     if not location.exists():

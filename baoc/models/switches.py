@@ -236,8 +236,9 @@ def enable_bf16_activations(model: nn.Module, *, name: str) -> int:
     Autocast alone runs matmuls in bf16 and norms in float32, whose outputs keep the residual stream in float32: twice
     the bytes to keep and to move. Here norms take and return bf16 (their kernels still accumulate in float32),
     embeddings return bf16, and the inputs of `checkpoint_units` are cast. Parameters keep their dtype and are cast
-    when they are used, so gradients have the parameters' dtype. Losses stay in float32. Returns the number of changed
-    norms and embeddings. Raises BadInputError for a network without `checkpoint_units`.
+    when they are used, so gradients have the parameters' dtype. Losses stay in float32.
+
+    Returns the number of changed norms and embeddings. Raises BadInputError for a network without `checkpoint_units`.
     """
     units: list[nn.Module] = list(getattr(model, "checkpoint_units", ()))
     if not units:

@@ -107,8 +107,10 @@ class GradientObserver(Protocol):
 
 
 def release_settings(release: bool | GradientRelease, *, nonfinite: str) -> GradientRelease | None:
-    """An optimizer's `release` argument as settings; None without release. Raises BadInputError for another type, and
-    for nonfinite=skip_step, which would have to undo the steps of blocks."""
+    """An optimizer's `release` argument as settings; None without release.
+
+    Raises BadInputError for another type, and for nonfinite=skip_step, which would have to undo the steps of blocks.
+    """
     if not isinstance(release, bool | GradientRelease):
         raise BadInputError(f"release={release!r}: give True, False, or GradientRelease(clip_norm=...)")
     if release is False:
@@ -728,8 +730,10 @@ class KeepGradients(BackwardStepper):
         self.versions |= {slot.param: slot.param.grad._version for slot in slots}  # pyright: ignore
 
     def check(self) -> None:
-        """To be called before anything is done to gradients: makes later work wait for the steps that use them. Raises
-        BadInputError if a used gradient was changed or dropped."""
+        """To be called before anything is done to gradients: makes later work wait for the steps that use them.
+
+        Raises BadInputError if a used gradient was changed or dropped.
+        """
         for param, version in self.versions.items():
             if param.grad is None or param.grad._version != version:
                 what = "dropped" if param.grad is None else "changed"

@@ -36,8 +36,10 @@ _TORCH_KEYS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq"}  # of spec ada
 
 def save(registry: BlockRegistry, *, param_groups: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
     """The checkpoint. Tensors share memory with the live ones, as in torch: copy or write them before the next step.
+
     Each has a storage of its own, so that a file of all or some of them holds their bytes and no others. Loaded states
-    of parameters that are still frozen are saved again."""
+    of parameters that are still frozen are saved again.
+    """
     registry.drop_stale_corrections()
     registry.synchronize()
     index = {name: i for i, name in enumerate(name for group in param_groups for name in group["param_names"])}
@@ -97,7 +99,9 @@ def _plain_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def read(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> ParsedCheckpoint:
     """Parses BAOC's or torch.optim.AdamW's checkpoint. `names` are this optimizer's in group order, for one without.
-    Raises CheckpointError for any other."""
+
+    Raises CheckpointError for any other.
+    """
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(
             f"this is no optimizer checkpoint but a {type(checkpoint).__name__}: pass what state_dict() returned"
@@ -255,8 +259,10 @@ def _read_torch(checkpoint: Mapping[str, Any], *, names: Sequence[str]) -> Parse
 
 
 def to_adamw(registry: BlockRegistry, *, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """A state dict for torch.optim.AdamW over the same groups, on the CPU. States that a rule does not keep are
-    inferred, or left out if they are unknown."""
+    """A state dict for torch.optim.AdamW over the same groups, on the CPU.
+
+    States that a rule does not keep are inferred, or left out if they are unknown.
+    """
     plain = _plain_groups(param_groups)
     flags = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
     index = {name: i for group in plain for i, name in zip(group["params"], group["param_names"], strict=True)}

@@ -170,8 +170,10 @@ class Grouped(Codec):
         return self.restore(codes, parts[".scale"]).view(-1)[:numel].view(tuple(shape))
 
     def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
-        """x, fp32 [groups, elements], as codes in fp32. Writes the groups' scales to `scale`. Fractions from
-        `threshold` on round up; None rounds to nearest. May write to x."""
+        """x, fp32 [groups, elements], as codes in fp32. Writes the groups' scales to `scale`.
+
+        Fractions from `threshold` on round up; None rounds to nearest. May write to x.
+        """
         raise NotImplementedError
 
     def restore(self, codes: Tensor, scale: Tensor) -> Tensor:
@@ -227,8 +229,10 @@ class Softsign8(Grouped):
 
 
 class Sqrt8(Grouped):
-    """v as q = round(255 s / scale), s = sqrt(v) (FlashOptim). With a phase, v itself keeps its mean, not s. A positive
-    v never gets code 0, for the step divides by it."""
+    """v as q = round(255 s / scale), s = sqrt(v) (FlashOptim). With a phase, v itself keeps its mean, not s.
+
+    A positive v never gets code 0, for the step divides by it.
+    """
 
     dtype = torch.uint8
 
@@ -264,8 +268,10 @@ class Root8M(Grouped):
 
 
 class Root8V(Grouped):
-    """v as q = round(255 x^(1/4)), x = s / scale. With a phase, v itself, the eighth power of q, keeps its mean. A
-    positive v never gets code 0, as in Sqrt8."""
+    """v as q = round(255 x^(1/4)), x = s / scale. With a phase, v itself, the eighth power of q, keeps its mean.
+
+    A positive v never gets code 0, as in Sqrt8.
+    """
 
     dtype = torch.uint8
 

@@ -234,7 +234,9 @@ def single_block(info: ParamInfo) -> Block:
 
 def match_blocks(blocks: Iterable[Block], *, params: Mapping[str, Tensor]) -> dict[str, str]:
     """A parameter's name in its block -> its name in the groups, which may be an alias. `params`: the trainable ones.
-    Raises BadInputError unless every trainable parameter is in exactly one block, with the shape it has there."""
+
+    Raises BadInputError unless every trainable parameter is in exactly one block, with the shape it has there.
+    """
     group_names: dict[str, str] = {}
     taken: set[str] = set()
     for block in blocks:

@@ -77,8 +77,10 @@ def bias(decl: StateDecl, *, beta: float, num_steps: int) -> float:
 
 
 def squared_m(slot: Slot, state: Mapping[str, Tensor], *, beta: float, age: int, ctx: RuleContext) -> Tensor:
-    """m^2 per element, without m's bias: a lower bound of v. Zero if the rule has no m. An estimated v is raised to it,
-    because m over the root of a v that is too small has no bound."""
+    """m^2 per element, without m's bias: a lower bound of v. Zero if the rule has no m.
+
+    An estimated v is raised to it, because m over the root of a v that is too small has no bound.
+    """
     states = [each for each in slot.states if each.decl.kind is StateKind.M]
     if not states:
         return slot.param.new_zeros(())

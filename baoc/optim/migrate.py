@@ -215,8 +215,10 @@ def convert_weights(source: Slot, target: Slot, old: State, new: State, *, repor
 
 
 def sums_over_all_rows(source: RuleInfo, target: RuleInfo) -> bool:
-    """True if v of `target` is computed from v of `source` by sums over columns, which take the rows of all ranks. A v
-    per column alone is the same on all ranks, and v of equal tags is copied."""
+    """True if v of `target` is computed from v of `source` by sums over columns, which take the rows of all ranks.
+
+    A v per column alone is the same on all ranks, and v of equal tags is copied.
+    """
     before, after = ([_tags(decl) for decl in of.states if decl.kind is StateKind.V] for of in (source, target))
     needs_own_rows_only = before == after or before == [(StateKind.V, StateLayout.PER_COLUMN, 0)]
     return bool(before and after) and not needs_own_rows_only and (sums_columns(source) or sums_columns(target))

@@ -27,15 +27,18 @@ MAX_NAMED = 8  # parameters that a message lists, worst first: after a loss of N
 
 
 class NonFiniteFilter:
-    """Checks the gradients of each step once, and remembers the elements that the step must exclude. `policy`: of
-    POLICIES.
+    """Checks the gradients of each step once, and remembers the elements that the step must exclude.
 
     Backends that exclude non-finite elements themselves (`StepUnit.self_excluding`) are only asked for their counts:
     under `skip_element` some steps later, so that nobody waits for the device.
 
+    Args:
+        policy: One of POLICIES.
+
     Attributes:
-        vote: Whether this process found non-finite elements -> whether any did. Processes may ask each other in it: it
-            is called once in each `check` and `mask` of a policy that skips or raises, whatever was found.
+        vote: Gets whether this process found non-finite elements, and returns whether any process did. It is called
+            once in each `check` and `mask` of a policy that skips or raises, whatever was found, so that processes may
+            ask each other.
     """
 
     # Of the class, because optimizers that were pickled by earlier versions have none.
@@ -203,8 +206,10 @@ def forget_marks(backends: Iterable[Backend]) -> None:
 
 
 def all_finite(params: Iterable[Tensor], *, names: Mapping[Tensor, str]) -> bool:
-    """False if some gradient element may not be finite. One read and one synchronisation per device. Raises
-    BadInputError for a sparse gradient, by its parameter's name."""
+    """False if some gradient element may not be finite. One read and one synchronisation per device.
+
+    Raises BadInputError for a sparse gradient, by its parameter's name.
+    """
     by_device: dict[torch.device, list[Tensor]] = {}
     for param in params:
         grad = param.grad

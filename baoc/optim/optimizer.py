@@ -155,8 +155,10 @@ class BlockwiseOptimizer(Optimizer):
         return self._registry
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Late parameters run the spec given for all, else fp32 AdamW. Raises BadInputError or
-        InfeasibleBudgetError, with nothing added, if they cannot."""
+        """As torch's. Late parameters run the spec given for all, else fp32 AdamW.
+
+        Raises BadInputError or InfeasibleBudgetError, with nothing added, if they cannot.
+        """
         if self._registry is not None:
             self.changes_with.meet("add_param_group()")
             param_group = self._named_from_network(param_group)
@@ -344,7 +346,9 @@ class BlockwiseOptimizer(Optimizer):
 
     def options(self) -> list[Options]:
         """Settings of a step: one `Options` per parameter group, then one per entry of `BlockRegistry.tuned_options`.
-        Raises BadInputError for a value outside AdamW's range, which a schedule may have set."""
+
+        Raises BadInputError for a value outside AdamW's range, which a schedule may have set.
+        """
         options = []
         for group in self.param_groups:
             lr, betas, eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
@@ -459,8 +463,10 @@ class BlockwiseOptimizer(Optimizer):
         self, specs: Mapping[str, str | OptimizerSpec], *, moments: Mapping[str, Moments] | None = None, why: str = ""
     ) -> list[BlockMove]:
         """Moves blocks to other specs; states are inherited (docs/methods.md#state-inheritance), other blocks stay.
+
         `moments` (by parameter name) initialize v if a block had none. Nothing changes if any of `specs` is refused.
-        Blocks move one by one, those that shrink first, so memory exceeds the larger plan by one block at most."""
+        Blocks move one by one, those that shrink first, so memory exceeds the larger plan by one block at most.
+        """
         self.changes_with.meet("migrate()")
         live, targets, params = self.registry.live, [], groups.named_params(self.param_groups)
         for name, spec_or_name in specs.items():

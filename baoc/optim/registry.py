@@ -139,8 +139,10 @@ class BlockRegistry:
         blocks: Sequence[Block] | None,
         device: torch.device | None = None,
     ) -> None:
-        """Checks blocks and specs against the groups, then allocates every state. `device`: parameters elsewhere move
-        there block by block, in the format of their specs. None moves none."""
+        """Checks blocks and specs against the groups, then allocates every state.
+
+        `device`: parameters elsewhere move there block by block, in the format of their specs. None moves none.
+        """
         if isinstance(specs, str | OptimizerSpec):
             self.late_spec = specs
         params = groups.named_params(param_groups)
@@ -262,7 +264,11 @@ class BlockRegistry:
             torch_state.touched = not all(isinstance(state, LiveState) for state in torch_state.values())
 
     def init_match(self, live: LiveBlock, *, rms: float | None = None) -> None:
-        """Gives a matched block its matching state, the own RMS not measured yet. `rms`: AdamW's, if it is known."""
+        """Gives a matched block its matching state, whose own RMS is not measured yet.
+
+        Args:
+            rms: AdamW's update RMS on the block, if it is known.
+        """
         if live.matched and live.slots:
             target = matching.UNAVERAGED_TARGET if self.has_own_target(live) else rms or matching.DEFAULT_TARGET
             live.match = new_match(target, device=live.slots[0].param.device)

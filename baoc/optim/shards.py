@@ -169,7 +169,9 @@ def warm_up_communicator(device: torch.device) -> None:
 
 def check_codec_groups(info: ParamInfo, *, states: Mapping[str, tuple[int, int]], shard: Shard, spec: str) -> None:
     """Raises BadInputError if rows of a state are no whole groups of its codec and ranks do not share NUM_ROW_PARTS.
-    `states`: state -> (its elements on all ranks, elements of a group)."""
+
+    `states`: state -> (its elements on all ranks, elements of a group).
+    """
     rows, size = max(shard.param.shape[0], 1), shard.group.size
     in_parts = any(numel % (rows * group_size) for numel, group_size in states.values())
     if in_parts and NUM_ROW_PARTS % size:  # else a rank's rows are some of these parts, of which checkpoints are made

@@ -102,8 +102,10 @@ class StateTensor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """A parameter with everything that `step` would otherwise look up again each time. `param` and `info` of a sharded
-    parameter are this rank's shard, see `baoc.optim.shards`."""
+    """A parameter with everything that `step` would otherwise look up again each time.
+
+    `param` and `info` of a sharded parameter are this rank's shard, see `baoc.optim.shards`.
+    """
 
     name: str
     param: Tensor
@@ -283,8 +285,12 @@ def slot_with_spec(slot: Slot, *, spec: OptimizerSpec) -> Slot:
 
 
 def unsharded_slot(slot: Slot, *, spec: OptimizerSpec, sharded: bool = True, device: str = "meta") -> Slot:
-    """A slot under `spec` for all rows of the parameter, with a placeholder on `device` if it is sharded. `sharded`:
-    with the codecs that states have on a sharded parameter."""
+    """A slot under `spec` for all rows of the parameter.
+
+    Args:
+        sharded: Whether states have the codecs that they have on a parameter that is sharded.
+        device: Where the placeholder of a sharded parameter is.
+    """
     info, param = slot.info, slot.param
     if slot.shard is not None:
         assert info.whole is not None

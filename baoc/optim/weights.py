@@ -24,8 +24,10 @@ _HASH_PER_ELEMENT = 0x9E3779B1  # step of the hash for stochastic rounding
 
 
 def rounding_seed(name: str, *, first: int = 0) -> int:
-    """The parameter's 32-bit seed for stochastic rounding: the same on every rank and after a resume. `first`: index of
-    the first element of a shard, whose random bits are then those of the unsharded parameter."""
+    """The parameter's 32-bit seed for stochastic rounding: the same on every rank and after a resume.
+
+    `first`: index of the first element of a shard, whose random bits are then those of the unsharded parameter.
+    """
     seed = int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
     return _int32(seed + first * _HASH_PER_ELEMENT)
 
@@ -51,8 +53,10 @@ def master(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def checksum(param: Tensor) -> int:
-    """Checksum of a bf16 parameter: the sum of its bits as integers, on any device and with any strides. It sums a part
-    at a time, because torch casts to int64 first, which would take 8 bytes per element."""
+    """Checksum of a bf16 parameter: the sum of its bits as integers, on any device and with any strides.
+
+    It sums a part at a time, because torch casts to int64 first, which would take 8 bytes per element.
+    """
     data = param.detach().view(torch.int16)
     data = data.view(-1) if data.is_contiguous() else data
     total = torch.zeros((), dtype=torch.int64, device=data.device)
@@ -91,8 +95,10 @@ def store_(
 
 @torch.no_grad()
 def replace_data_(param: Tensor, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Gives `param` unfilled data of this type on `device`, with its strides. Returns the old data. Does nothing if
-    type and device are right already. A gradient is moved and cast too."""
+    """Gives `param` unfilled data of this type on `device`, with its strides. Returns the old data.
+
+    Does nothing if type and device are right already. A gradient is moved and cast too.
+    """
     old = param.detach()
     if old.dtype is not dtype or old.device != device:
         grad, param.grad = param.grad, None
@@ -104,9 +110,11 @@ def replace_data_(param: Tensor, *, dtype: torch.dtype, device: torch.device) ->
 
 @torch.no_grad()
 def store_in_pieces_(param: Tensor, state: Mapping[str, Tensor], values: Tensor, *, weights: str, name: str) -> None:
-    """Stores `values`, which may be on another device, in the format `weights`, whose type `param` has already. The
-    result is that of `store_`, bit for bit. It converts ELEMENTS_PER_PIECE at a time, so that fp32 weights are never on
-    the device together; of a parameter that is not contiguous at least one row."""
+    """Stores `values`, which may be on another device, in the format `weights`, whose type `param` has already.
+
+    The result is that of `store_`, bit for bit. It converts ELEMENTS_PER_PIECE at a time, so that fp32 weights are
+    never on the device together; of a parameter that is not contiguous at least one row.
+    """
     flat = param.is_contiguous() and values.is_contiguous()
     data, values = (param.detach().view(-1), values.view(-1)) if flat else (param.detach(), values)
     corrections = {key: value.view(data.shape) for key, value in state.items() if key == CORRECTION}
@@ -164,8 +172,10 @@ def merge_weights(data: Tensor, correction: Tensor) -> Tensor:
 
 def random_bits(numel: int, *, seed: int, phase: int, device: torch.device, first: int = 0) -> Tensor:
     """int32 [numel] in [0, 2^16): a hash of element index, `seed` (of the parameter) and `phase` (the step) alone.
+
     Indices count from `first`, so that a piece of a tensor has the bits that it has in the tensor. The hash is a Weyl
-    sequence over steps and elements, then a 32-bit finaliser (multiply and xor-shift), in wrapping arithmetic."""
+    sequence over steps and elements, then a 32-bit finaliser (multiply and xor-shift), in wrapping arithmetic.
+    """
     start = _int32(seed + phase * 0x85EBCA77)
     last = first + numel
     index = torch.arange(first, last, dtype=torch.int32 if last < 2**31 else torch.int64, device=device)

@@ -86,8 +86,10 @@ def refuse_casts(lives: Iterable[LiveBlock]) -> None:
 
 
 def refuse_averages(lives: Iterable[LiveBlock], *, copies: Iterable[nn.Module] | None = None) -> None:
-    """Raises BadInputError if a block would keep weights in 16 bits that an AveragedModel averages. `copies`: the
-    averaged networks; None searches for all AveragedModels that exist."""
+    """Raises BadInputError if a block would keep weights in 16 bits that an AveragedModel averages.
+
+    `copies`: the averaged networks; None searches for all AveragedModels that exist.
+    """
     in_16_bits = [live for live in lives if live.spec.weights != "native"]
     params = {slot.name: slot.param for live in in_16_bits for slot in live.slots}
     if in_16_bits and has_averaged_copy(params, copies=copies):
@@ -95,9 +97,11 @@ def refuse_averages(lives: Iterable[LiveBlock], *, copies: Iterable[nn.Module] |
 
 
 def has_averaged_copy(params: Mapping[str, Tensor], *, copies: Iterable[nn.Module] | None = None) -> bool:
-    """True if an AveragedModel has parameters with the names and shapes of all `params`, or exactly their shapes. An
-    AveragedModel copies the network, so its parameters cannot be compared by identity. Another network with the same
-    shapes is mistaken for this one."""
+    """True if an AveragedModel has parameters with the names and shapes of all `params`, or exactly their shapes.
+
+    An AveragedModel copies the network, so its parameters cannot be compared by identity. Another network with the same
+    shapes is mistaken for this one.
+    """
     shapes = {name: param.shape for name, param in params.items()}
 
     def is_copy(network: nn.Module) -> bool:

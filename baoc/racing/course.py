@@ -132,9 +132,13 @@ class _State:
 
 
 def course(entrants: Sequence[Entrant], *, settings: RaceSettings) -> Course:
-    """The course of a race between `entrants`, by the rules of `baoc.racing.verdict`. Raises BadInputError: none of
-    them fits the budget; TrainingFailedError: no uniform has a finite score; OutOfTimeError: it was thrown before a
-    rung had ended."""
+    """The course of a race between `entrants`, by the rules of `baoc.racing.verdict`.
+
+    Raises:
+        BadInputError: none of them fits the budget.
+        TrainingFailedError: no uniform has a finite score.
+        OutOfTimeError: it was thrown before a rung had ended.
+    """
     state = _State(entrants, settings)
     state.check()
     reached, ran_out_of_time = 0.0, False

@@ -65,9 +65,12 @@ class RaceTarget:
 def write_entrants(
     planner: Planner, *, config: RunConfig, data: DataSpec, num_params: int, quality: tuple[str, bool], run_dir: Path
 ) -> None:
-    """Writes the entrants at the planner's budget into `run_dir`, and prints their names. Raises BadInputError: a
-    recipe of race.recipes does not exist, or the run has no known number of steps; InfeasibleBudgetError: none of them
-    fits the budget."""
+    """Writes the entrants at the planner's budget into `run_dir`, and prints their names.
+
+    Raises:
+        BadInputError: a recipe of race.recipes does not exist, or the run has no known number of steps.
+        InfeasibleBudgetError: none of them fits the budget.
+    """
     requested = [find_recipe(name) for name in config.race.recipes] or None
     entrants = proposals(planner, recipes=requested, seed=config.seed)
     if requested is not None:

@@ -86,8 +86,11 @@ def best_rate(by_rate: Mapping[float, Mapping[int, float]]) -> float:
 
 
 def incumbent(entrants: Sequence[Entrant], scores: Scores) -> str:
-    """The uniform of least mean score; of equal ones that of fewest bytes. Raises ValueError: where no uniform has a
-    score."""
+    """The uniform of least mean score; of equal ones that of fewest bytes.
+
+    Raises:
+        ValueError: where no uniform has a score.
+    """
     uniforms = [entrant for entrant in entrants if entrant.uniform and scores.get(entrant.name)]
     if not uniforms:
         raise ValueError("a race needs a uniform entrant with a score, as its choice is held against the best of them")
@@ -97,8 +100,10 @@ def incumbent(entrants: Sequence[Entrant], scores: Scores) -> str:
 def clearly_behind(
     entrants: Sequence[Entrant], scores: Scores, *, last_rung: bool, level: float = DEFAULT_LEVEL
 ) -> dict[str, str]:
-    """The entrants that leave at this rung, each with the reason; never the incumbent. A run that diverged makes its
-    entrant leave at any rung."""
+    """The entrants that leave at this rung, each with the reason; never the incumbent.
+
+    A run that diverged makes its entrant leave at any rung.
+    """
     best = incumbent(entrants, scores)
     finite: dict[str, Interval] = {}
     leaving: dict[str, str] = {}

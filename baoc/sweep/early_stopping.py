@@ -109,9 +109,12 @@ def values_at_rung(
 def find_dominating_trial(
     values: Values, others: Iterable[tuple[int, Values]], *, objectives: Mapping[str, str], margin: float
 ) -> int | None:
-    """The number of a trial of `others` that is better in every objective; None if there is none. Quality and
-    throughput must be better by the share `margin` of the own value; bytes are exact and must not be larger. Any finite
-    quality is better than one that is not finite. An unknown value of another objective is neither better nor worse."""
+    """The number of a trial of `others` that is better in every objective; None if there is none.
+
+    Quality and throughput must be better by the share `margin` of the own value; bytes are exact and must not be
+    larger. Any finite quality is better than one that is not finite. An unknown value of another objective is neither
+    better nor worse.
+    """
     for number, other in others:
         better = [
             _is_better(other.get(name), values.get(name), name=name, direction=direction, margin=margin)

@@ -41,9 +41,11 @@ def check_space(config: StudyConfig, *, compose: Callable[[list[str]], DictConfi
 
 
 def covering_points(space: Sequence[Param]) -> list[list[str]]:
-    """Overrides of points that together contain every choice of every setting; of a range the lower end. The first
-    point has every first choice. Each further one changes one setting, and others where the setting needs them to be
-    active. Inactive settings are left out."""
+    """Overrides of points that together contain every choice of every setting; of a range the lower end.
+
+    The first point has every first choice. Each further one changes one setting, and others where the setting needs
+    them to be active. Inactive settings are left out.
+    """
     values_of = {param.key: param.choices or (param.low,) for param in space}
     first = {key: values[0] for key, values in values_of.items()}
     required: dict[str, dict[str, Any]] = {}  # setting -> values of other settings that make it active, transitively

@@ -64,9 +64,11 @@ class Status:
 def status_of(
     trials: Sequence[FrozenTrial], *, total: int, objectives: Mapping[str, str], workers: int | None = None
 ) -> Status:
-    """Counts, the best feasible trial of each objective, and the remaining time. The remaining time is the number of
-    trials that have not ended times the median duration of a trial, divided by the number that run at once: `workers`,
-    or the number that run now if that is larger (other machines work too)."""
+    """Counts, the best feasible trial of each objective, and the remaining time.
+
+    The remaining time is the number of trials that have not ended times the median duration of a trial, divided by the
+    number that run at once: `workers`, or the number that run now if that is larger (other machines work too).
+    """
     states = Counter(trial.state for trial in trials)
     ended = [trial for trial in trials if trial.state.is_finished()]
     feasible = [trial for trial in ended if is_feasible(trial)]

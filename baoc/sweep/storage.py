@@ -65,8 +65,10 @@ CONNECT_PATIENCE_S = 60.0
 
 def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
     """Creates the study with `n_trials` waiting trials, or loads it and adds those that are missing; writes study.json.
+
     Several processes may call this at once. Raises BadInputError if the stored study has another definition or another
-    folder, or if the database cannot be reached."""
+    folder, or if the database cannot be reached.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = storage_url(config.storage, folder=folder)
     with setup_lock(folder, url=url):
@@ -106,8 +108,10 @@ def open_study(config: StudyConfig, *, folder: Path) -> optuna.Study:
 
 
 def next_trial(study: optuna.Study, *, config: StudyConfig, folder: Path) -> Trial | None:
-    """Sets the next waiting trial to RUNNING and returns it; None if none of the first `n_trials` is waiting. sqlite
-    cannot lock a row, so that two workers could get the same trial: they take turns by a lock in `folder`."""
+    """Sets the next waiting trial to RUNNING and returns it; None if none of the first `n_trials` is waiting.
+
+    sqlite cannot lock a row, so that two workers could get the same trial: they take turns by a lock in `folder`.
+    """
     storage = study._storage
     with folder_lock(folder) if config.storage is None or config.storage.startswith("sqlite") else nullcontext():
         for waiting in storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):

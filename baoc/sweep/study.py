@@ -128,9 +128,11 @@ def raise_if_all_failed(study: optuna.Study) -> None:
 
 
 def add_overrides(config: StudyConfig, extra: Sequence[str]) -> StudyConfig:
-    """`config` with the command line's overrides appended to `fixed`; those of Hydra itself are left out. Raises
-    BadInputError for an override with several values, which belongs in the space; for one that the space, a repeat or a
-    baseline overrules; and for a mode that does not train."""
+    """`config` with the command line's overrides appended to `fixed`; those of Hydra itself are left out.
+
+    Raises BadInputError for an override with several values, which belongs in the space; for one that the space, a
+    repeat or a baseline overrules; and for a mode that does not train.
+    """
     own = tuple(word for word in extra if not word.startswith(("sweeps=", "hydra")))
     parser = OverridesParser.create()
     several = next((word for word in own if parser.parse_override(word).is_sweep_override()), None)

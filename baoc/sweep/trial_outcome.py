@@ -25,9 +25,12 @@ class TrialOutcome:
 
 
 def trial_outcome(outcomes: Sequence[RunOutcome], *, objectives: Mapping[str, str]) -> TrialOutcome:
-    """The outcome of a trial from those of its runs, in order; the last run decides whether it failed. Quality and
-    throughput are means over the runs, bytes their maximum, as on a frontier. Divergence violates a constraint, as a
-    breached budget does: with a bad value alone a trial would be on the front if no other one has as few bytes."""
+    """The outcome of a trial from those of its runs, in order; the last run decides whether it failed.
+
+    Quality and throughput are means over the runs, bytes their maximum, as on a frontier. Divergence violates a
+    constraint, as a breached budget does: with a bad value alone a trial would be on the front if no other one has as
+    few bytes.
+    """
     last = outcomes[-1]
     if not last.is_conclusive:
         return TrialOutcome(state=TrialState.FAIL, text=f"failed: {last.message}")

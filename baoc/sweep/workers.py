@@ -71,9 +71,11 @@ class WorkerRegistry:
         self._write(running=0, ended=True)
 
     def is_dead(self, worker: str | None, attributes: Mapping[str, Any], *, trial: int) -> bool:
-        """Whether the worker of a running trial has ended or lost its heartbeat; `attributes` are the study's. A trial
-        has no worker (None) between its acquisition and the storing of its owner. If the worker is killed at that
-        moment, the trial counts as a dead worker's once all other workers are dead, or after PATIENCE_S."""
+        """Whether the worker of a running trial has ended or lost its heartbeat; `attributes` are the study's.
+
+        A trial has no worker (None) between its acquisition and the storing of its owner. If the worker is killed at
+        that moment, the trial counts as a dead worker's once all other workers are dead, or after PATIENCE_S.
+        """
         entry = attributes.get(worker or "")
         if entry is None:
             others = [name for name in attributes if name.startswith(PREFIX) and name != self.name]

@@ -49,8 +49,10 @@ def detach_live(console: Console) -> None:
 @contextmanager
 def progress_line(*, enabled: bool = True) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows a text in the last line of the terminal until the next call or the end of the block.
-    Without a terminal it does nothing. The line is drawn by the call: a thread that refreshed it would disturb step
-    times that are measured meanwhile."""
+    Without a terminal it does nothing.
+
+    The line is drawn by the call: a thread that refreshed it would disturb step times that are measured meanwhile.
+    """
     console = make_console()
     if not (enabled and console.is_terminal):
         yield lambda _: None
@@ -342,8 +344,10 @@ def _budget_verdict(result: RunResult) -> str | None:
 
 
 def budget_verdict(limit_bytes: int, *, used_bytes: int, met: bool | None, memory: bool, binding: bool) -> str:
-    """`8.00 GiB of device memory: met, 512.00 MiB to spare (binds)`; without `memory` it is of optimizer state. A
-    budget of `budget.schedule` is met although more was used before it came into force."""
+    """`8.00 GiB of device memory: met, 512.00 MiB to spare (binds)`; without `memory` it is of optimizer state.
+
+    A budget of `budget.schedule` is met although more was used before it came into force.
+    """
     slack = limit_bytes - used_bytes
     room = f"{format_bytes(slack)} to spare" if slack >= 0 else "the peak is of an earlier, larger budget"
     verdict = f"met, {room}" if met else f"NOT met, {format_bytes(-slack)} over"

@@ -50,8 +50,10 @@ LONG = 10_000  # assumed steps of the run: enough to be worth a careful decision
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """What to run: `accumulation` micro-batches of `micro_batch` samples per step, with the activations of the first
-    `recomputed` layers recomputed in backward, and the optimizer that `optimizer()` builds. `peak_bytes` and
-    `samples_per_s` are predictions for this option, which the search has tried itself."""
+    `recomputed` layers recomputed in backward, and the optimizer that `optimizer()` builds.
+
+    `peak_bytes` and `samples_per_s` are predictions for this option, which the search has tried itself.
+    """
 
     micro_batch: int
     accumulation: int

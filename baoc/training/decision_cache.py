@@ -46,9 +46,11 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A decision: the chosen option, all options, its footprint, and the latency table to plan the run with. `run_s`:
-    seconds of the longest run for which it is good enough; infinite if no unmeasured option could be better.
-    `in_16_bits`: it had room with bf16 weights only."""
+    """A decision: the chosen option, all options, its footprint, and the latency table to plan the run with.
+
+    `run_s`: seconds of the longest run for which it is good enough; infinite if no unmeasured option could be better.
+    `in_16_bits`: it had room with bf16 weights only.
+    """
 
     chosen: Option
     options: tuple[Option, ...]

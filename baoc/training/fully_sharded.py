@@ -72,8 +72,10 @@ def one_mesh(device: torch.device) -> DeviceMesh:
 
 
 def cut(module: L.LightningModule, *, mesh: DeviceMesh, device: torch.device, precision: str) -> None:
-    """Shards the module by fully_shard: the repeated layers of each child, then the child. Each is moved to `device`
-    with rank 0's values first. The module remembers whether its weights are pretrained."""
+    """Shards the module by fully_shard: the repeated layers of each child, then the child.
+
+    Each is moved to `device` with rank 0's values first. The module remembers whether its weights are pretrained.
+    """
     remember_origin(module)
     policy = MixedPrecisionPolicy()
     if precision == "bf16-mixed":

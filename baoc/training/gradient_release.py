@@ -18,9 +18,11 @@ _SEES_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def released_clipping(trainer: L.Trainer, release: bool | GradientRelease) -> bool | GradientRelease:
-    """The release with the Trainer's clipping, which has to be done in backward; False if `release` is False. Raises
-    BadInputError for whatever needs all gradients before the first update: accumulation, a GradScaler, clipping by the
-    module. Warns of hooks of the module and callbacks that will find no gradients."""
+    """The release with the Trainer's clipping, which has to be done in backward; False if `release` is False.
+
+    Raises BadInputError for whatever needs all gradients before the first update: accumulation, a GradScaler, clipping
+    by the module. Warns of hooks of the module and callbacks that will find no gradients.
+    """
     if release is False:
         return False
     callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

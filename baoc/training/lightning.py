@@ -427,8 +427,10 @@ class BudgetedStrategy(Strategy):
 
     @property
     def budget_met(self) -> bool | None:
-        """True if the limit on memory or state holds so far; None without such a limit, or if no peak is known. On a
-        CPU a peak is known of the first step only, whatever later batches hold."""
+        """True if the limit on memory or state holds so far; None without such a limit, or if no peak is known.
+
+        On a CPU a peak is known of the first step only, whatever later batches hold.
+        """
         verdicts = [narrator.budget_met for narrator in self.narrators]
         return None if None in verdicts or not verdicts else all(verdicts)
 

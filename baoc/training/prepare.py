@@ -11,7 +11,9 @@ from baoc.models.switches import enable_bf16_activations, recomputable_layers, s
 
 def prepare(model: nn.Module, config: ModelConfig, *, seed: int | None = None) -> tuple[str, ...]:
     """Changes `model` in place as `config` asks; returns a phrase for each change. Raises BadInputError if one fails.
-    Values that a search still decides (`auto`) are left alone. `seed`: of the adapters' initial values."""
+
+    Values that a search still decides (`auto`) are left alone. `seed`: of the adapters' initial values.
+    """
     changes: list[str] = []
     lora = config.lora
     if config.pretrained is not None and family_of(config.name).needs_pretrained:

@@ -253,8 +253,10 @@ class Reallocator:
     # -- limits that change ---------------------------------------------------------------------------------------
 
     def rebudget(self, budget: Budget, *, why: str) -> Reallocation:
-        """Puts another budget in force and migrates to an allocation that meets it. Call it between two steps. Raises
-        InfeasibleBudgetError or BadInputError if it cannot be met; budget and plan then stay as they are."""
+        """Puts another budget in force and migrates to an allocation that meets it. Call it between two steps.
+
+        Raises InfeasibleBudgetError or BadInputError if it cannot be met; budget and plan then stay as they are.
+        """
         self.ranks.meet("rebudget()")
         check_same_on_ranks({"budget": to_plain(budget)}, among=self.ranks)
         planner, before = self.planner, self.planner.budget

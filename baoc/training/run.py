@@ -54,8 +54,10 @@ from baoc.types import RESULT_SCHEMA, Quality, RunResult, to_plain
 
 
 def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
-    """Runs `config` and leaves every value of the run in `run_dir`; None for mode=plan and mode=eval. Raises BaocError
-    children for what a user can mend; see docs/troubleshooting.md."""
+    """Runs `config` and leaves every value of the run in `run_dir`; None for mode=plan and mode=eval.
+
+    Raises BaocError children for what a user can mend; see docs/troubleshooting.md.
+    """
     if (group := ranks()) is SINGLE_PROCESS:
         refuse_several_processes("run")
     quieten()
@@ -387,8 +389,10 @@ def export(task: Task, *, parts: Parts, folder: Path, unsharded: Mapping[str, to
 
 
 def write_result(result: RunResult, *, parts: Parts, run_dir: Path) -> None:
-    """Writes result.json, the run's frontier and W&B's summary, and prints the result. Raises BudgetBreachedError if
-    the run held more than its budget."""
+    """Writes result.json, the run's frontier and W&B's summary, and prints the result.
+
+    Raises BudgetBreachedError if the run held more than its budget.
+    """
     files.write_json(run_dir / "result.json", result)
     parts.recorder.concluded(result)
     from baoc.frontier.build import write_frontier

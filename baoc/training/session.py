@@ -259,9 +259,12 @@ class Session:
     def confirm_refusal(
         self, refusal: InfeasibleBudgetError, *, replan: Callable[[], None], key: Mapping[str, Any] | None = None
     ) -> InfeasibleBudgetError:
-        """Returns the refusal with a least budget that was planned for, by `replan` under larger budgets. With a `key`
-        it is kept for later processes. What an earlier one named is named again if it is enough still, for the same
-        step. Afterwards `plan` and `planner` belong to one of these budgets and must not be used."""
+        """Returns the refusal with a least budget that was planned for, by `replan` under larger budgets.
+
+        With a `key` it is kept for later processes. What an earlier one named is named again if it is enough still, for
+        the same step.
+        Afterwards `plan` and `planner` belong to one of these budgets and must not be used.
+        """
         budget, least = self.budget, None
         known = self._load_least(key)
         log.info("no plan fits budget %s: larger ones are measured for the least", budget.name)
@@ -543,8 +546,10 @@ class Session:
         return replace(footprint, context_bytes=now)
 
     def known_or_measured(self, measured: Footprint, *, known: Footprint) -> Footprint:
-        """`known` if `measured` exceeds it by no more than PAGES_BYTES, else `measured`. A context that has grown
-        counts in the excess alone: the cap goes by the present one, so the budget holds."""
+        """`known` if `measured` exceeds it by no more than PAGES_BYTES, else `measured`.
+
+        A context that has grown counts in the excess alone: the cap goes by the present one, so the budget holds.
+        """
         excess = measured.peak_bytes(state_bytes=0) - known.peak_bytes(state_bytes=0)
         return known if excess <= PAGES_BYTES else measured
 

@@ -188,8 +188,10 @@ def run_in_lockstep(runs: Sequence[RankSums[T]], *, group: ShardGroup | None) ->
 
 
 def advance(slot: Slot, inputs: StepInputs, *, finite: Tensor | None, store: bool = True) -> RankSums[Direction]:
-    """Runs the rule on the parameter's gradient. Yields this rank's part of each sum over ranks. `store`: counts the
-    step and keeps the new states; else they are computed on copies."""
+    """Runs the rule on the parameter's gradient. Yields this rank's part of each sum over ranks.
+
+    `store`: counts the step and keeps the new states; else they are computed on copies.
+    """
     state, options, grad = inputs.state[slot.param], inputs.options[slot.options_index], slot.param.grad
     assert grad is not None
     grad, states, step = grad if grad.dtype is torch.float32 else grad.float(), decoded(slot, state), 0
@@ -240,8 +242,10 @@ def decoded(slot: Slot, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def apply_(
     slot: Slot, direction: Direction, *, inputs: StepInputs, finite: Tensor | None, factor: float | Tensor | None = None
 ) -> None:
-    """param <- (1 - lr wd) param - lr factor update, excluded elements keeping their value. 16-bit parameters are
-    updated in fp32, with their correction if they have one, and rounded once."""
+    """param <- (1 - lr wd) param - lr factor update, excluded elements keeping their value.
+
+    16-bit parameters are updated in fp32, with their correction if they have one, and rounded once.
+    """
     param, state, options = slot.param, inputs.state[slot.param], inputs.options[slot.options_index]
     work = weights.master(param, state) if param.dtype in weights.SIXTEEN_BIT_DTYPES else param
     old = work[~finite] if finite is not None else None

@@ -14,8 +14,10 @@ from baoc.optim.state import State
 
 
 class HostedBackend(Backend):
-    """Steps pieces of host-placed blocks on their staged states: in backward, or all others when it is called. A step
-    returns before its pieces are stepped. `StepUnit.waits` join them."""
+    """Steps pieces of host-placed blocks on their staged states: in backward, or all others when it is called.
+
+    A step returns before its pieces are stepped. `StepUnit.waits` join them.
+    """
 
     def __init__(
         self,

@@ -52,8 +52,11 @@ class HostArena:
     def gather(
         self, blocks: Iterable[LiveBlock], *, state: dict[Tensor, State], device: torch.device | None = None
     ) -> bool:
-        """Moves the blocks' slabs into the arena, in order. Returns True if any moved. They are locked for `device`, by
-        default that of the blocks' parameters, which may have moved. Raises BadInputError if host memory is short."""
+        """Moves the blocks' slabs into the arena, in order. Returns True if any moved.
+
+        They are locked for `device`, by default that of the blocks' parameters, which may have moved. Raises
+        BadInputError if host memory is short.
+        """
         blocks = list(blocks)
         slabs = [(live, slab_of(live, state)) for live in blocks if live.slab_bytes]
         used = {id(segment): 0 for segment in self._segments}

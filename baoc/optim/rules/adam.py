@@ -22,7 +22,9 @@ from baoc.types import RuleInfo, StateKind, StateLayout
 
 class AdamW(Rule):
     """The operations of torch.optim.AdamW(foreach=False, fused=False) in its order, so that results agree bit for bit.
-    With `m` among the states, the numerator is its average, else the gradient itself (RMSprop, beta1 = 0)."""
+
+    With `m` among the states, the numerator is its average, else the gradient itself (RMSprop, beta1 = 0).
+    """
 
     def __init__(self, info: RuleInfo):
         super().__init__(info)

@@ -38,8 +38,9 @@ class RuleContext:
 class Direction:
     """The update, `numerator / denominator / divisor`. The weights change by minus the learning rate times it.
 
-    The three are separate so that AdamW's last operation is torch's own `addcdiv_(numerator, denominator, value=-(lr /
-    divisor))`, bit for bit. Both tensors have the gradient's shape. `numerator` may be a state and is never written to.
+    The three are separate so that AdamW's last operation is torch's own `addcdiv_(numerator, denominator, value=-(lr
+    / divisor))`, bit for bit. Both tensors have the gradient's shape. `numerator` may be a state and is never written
+    to.
     """
 
     numerator: Tensor

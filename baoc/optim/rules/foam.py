@@ -16,8 +16,10 @@ _ALPHA = 0.25  # cancels out if the update's RMS is matched
 
 
 class Foam(Rule):
-    """alpha (E m + R) / (sqrt(E v + R^2) + eps) with R = G - E F(G), times sqrt(1 - beta2^t) / (1 - beta1^t). F is the
-    mean over 2^level neighbours along fan-in, zero-padded up to a multiple; E repeats."""
+    """alpha (E m + R) / (sqrt(E v + R^2) + eps) with R = G - E F(G), times sqrt(1 - beta2^t) / (1 - beta1^t).
+
+    F is the mean over 2^level neighbours along fan-in, zero-padded up to a multiple; E repeats.
+    """
 
     def __init__(self, info: RuleInfo):
         super().__init__(info)

@@ -54,7 +54,9 @@ def _steps_on_gram(x: Tensor) -> Tensor:
 
 class Muon(Rule):
     """The update is sqrt(max(1, rows / cols)) NS((1 - beta1) g + beta1 m), with m the average of g (Nesterov momentum).
-    The published beta1 is .95. Excluded elements are 0 in the matrix that is orthogonalized."""
+
+    The published beta1 is .95. Excluded elements are 0 in the matrix that is orthogonalized.
+    """
 
     def direction(self, grad: Tensor, *, states: dict[str, Tensor], ctx: RuleContext) -> Direction:
         m = states["m"].lerp_(grad, 1 - ctx.beta1)

@@ -108,7 +108,9 @@ def plan_for(
     card: Card, config: RunConfig, *, task: Task, data: DataModule, settings: SessionSettings, run_dir: Path
 ) -> None:
     """Plans `config` on `card` and writes plan and options into the run folder. `task` may be on meta; it becomes fake.
-    If recomputing is open, it is tried when nothing fits without it. Raises InfeasibleBudgetError if no option fits."""
+
+    If recomputing is open, it is tried when nothing fits without it. Raises InfeasibleBudgetError if no option fits.
+    """
     budget = resolve_auto(config.budget, free_bytes=card.memory_bytes)
     if budget.memory_bytes is not None and budget.memory_bytes > card.memory_bytes:
         console.say(

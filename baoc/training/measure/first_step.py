@@ -21,8 +21,10 @@ from baoc.types import Footprint
 
 class FirstStep:
     """Measures from before the optimizers are built to the end of their first step. Call `close` if that never comes.
+
     Several optimizers of one loop, with a session each, share the budget: what it leaves beside forward and backward is
-    split in proportion to the bytes of fp32 AdamW's states. `peak_bytes`: the peak of the first step, after it."""
+    split in proportion to the bytes of fp32 AdamW's states. `peak_bytes`: the peak of the first step, after it.
+    """
 
     def __init__(self, *sessions: Session):
         self._sessions = sessions

@@ -358,8 +358,10 @@ class Measurements:
     def try_out(
         self, key: OptionKey, *, blocks: Sequence[Sequence[Tensor]], specs: Sequence[OptimizerSpec] = ()
     ) -> None:
-        """Measures bytes and seconds of this option as training would run it, or finds that it has no room. `blocks`:
-        the parameters of each block; `specs` step them."""
+        """Measures bytes and seconds of this option as training would run it, or finds that it has no room.
+
+        `blocks`: the parameters of each block; `specs` step them.
+        """
 
         def measure(in_bf16: bool) -> None:
             measurement = self.measure_bytes(key, blocks=blocks, in_bf16=in_bf16)

@@ -357,8 +357,11 @@ class MicroBatchSearch:
         self._plans: dict[OptionKey, tuple[Footprint | None, Plan | InfeasibleBudgetError]] = {}
 
     def search(self, *, began: float, tell: Callable[[str], None]) -> OptionChoice:
-        """Returns the best option found within `max_s` since `began`. With compile=auto, compiled layers are searched
-        too if the run is long enough to repay it. If they fail, an option says why."""
+        """Returns the best option found within `max_s` since `began`.
+
+        With compile=auto, compiled layers are searched too if the run is long enough to repay it. If they fail, an
+        option says why.
+        """
         self.reset(compiled=self.config.model.compile is True)  # a cached decision may have been confirmed with another
         if self.measurements.compiled:
             compiled = self._search_compiled(began=began, tell=tell)

@@ -37,9 +37,11 @@ REHEARSAL_SHARE = 0.2  # of the seconds that a latency table may take, for steps
 
 
 def first_batches(source: Any, *, training: bool) -> list[Any]:
-    """The first batches of a Lightning data source: for `training` one of all loaders combined, else one of each. Data
-    sets, random generators and loaders with a `state_dict` are as before. (A DataLoader draws its workers' seed from
-    the global generator when it is iterated, shuffled or not.)"""
+    """The first batches of a Lightning data source: for `training` one of all loaders combined, else one of each.
+
+    Data sets, random generators and loaders with a `state_dict` are as before. (A DataLoader draws its workers' seed
+    from the global generator when it is iterated, shuffled or not.)
+    """
     generators = capture_rng()
     given = source.dataloader()
     together = given if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
