@@ -31,9 +31,8 @@ ADDRESS = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 15_000, 20_000
 SHUTDOWN_S = 20.0  # seconds in which ranks have to end by themselves when another rank has failed
 PEER_LOST_EXIT_CODE = 1  # of a rank that ended because another rank did; the rank that failed first reports the reason
-FINISHED_EXIT_CODE = (
-    100  # of a process that rank 0 has started, after a whole run: 0 is that of an exit in a user's code
-)
+# Of a process that rank 0 has started, after a whole run: 0 is that of an exit in a user's code.
+FINISHED_EXIT_CODE = 100
 PARENT = "BAOC_RANK_0"  # environment variable with the process id of rank 0, without which the others end
 # On rank 0 of a launcher: one entry, whether the configuration was broadcast to the other ranks. Elsewhere empty.
 _BROADCAST: list[bool] = []

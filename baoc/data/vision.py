@@ -65,8 +65,8 @@ class VisionDataModule(MapStyleDataModule):
         if images.val is None:
             split = random_split(len(images.train), val_fraction=val_fraction, split_seed=split_seed)
             self.train_rows, self.val_rows = split
-            num_unseen = images.num_classes - len(images.train.labels[self.train_rows].unique())
-            if num_unseen and task == "vision":
+            num_seen = len(images.train.labels[self.train_rows].unique()) if task == "vision" else images.num_classes
+            if num_unseen := images.num_classes - num_seen:
                 said = "%s: %d of %d classes have no training image, as all of theirs are held out"
                 log.warning(said, images.name, num_unseen, images.num_classes)
         self.spec = ImageDataSpec(

@@ -75,11 +75,11 @@ def refuse_casts(lives: Iterable[LiveBlock]) -> None:
     """
     cast = [(live, slot) for live in lives for slot in live.slots if _dtype_of(slot) is not slot.param.dtype]
     kept_nodes = [(live, slot) for live, slot in cast if slot.param.requires_grad and _is_kept(slot.param)]
-    ddp_params = _ddp_params() if kept_nodes else set[int]()
+    in_ddp = ddp_params() if kept_nodes else set[int]()
     for live, slot in kept_nodes:
         dtype = str(_dtype_of(slot)).removeprefix("torch.")
         facts = {"block": live.block.name, "spec": live.spec.name, "name": slot.name, "dtype": dtype}
-        if id(slot.param) in ddp_params:
+        if id(slot.param) in in_ddp:
             raise refusal("cast_ddp", **facts)
         if count := _num_hooks(slot.param):
             raise refusal("cast_hooks", count=count, **facts)
@@ -194,7 +194,7 @@ def _num_hooks(param: Tensor) -> int:
     return count
 
 
-def _ddp_params() -> set[int]:
+def ddp_params() -> set[int]:
     """`id` of the parameters whose gradients some DistributedDataParallel averages."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()

@@ -660,12 +660,8 @@ def comparable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     BadInputError for a key that is no setting any more."""
     # true by default in earlier versions, and without effect in a race
     trainer = {key: value for key, value in settings["trainer"].items() if key != "reshard_after_forward"}
-    own = {
-        "trainer": trainer,
-        "mode": "race",
-        "resume": None,
-    }  # the record has no mode; a run may resume after its race
-    plain = to_plain(to_conf(from_plain({**settings, **own})))
+    # The record has no mode, and a run may resume after its race.
+    plain = to_plain(to_conf(from_plain({**settings, "trainer": trainer, "mode": "race", "resume": None})))
     race = {key: value for key, value in plain["race"].items() if key not in _CHANGEABLE}
     return {key: plain[key] for key in plain if key not in INCIDENTAL or key == "seed"} | {"race": race}
 

@@ -19,7 +19,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from baoc.cache import cache_folder
 from baoc.config.schema import ReallocationConfig
@@ -37,7 +36,7 @@ from baoc.optim import BlockwiseOptimizer, GradientRelease
 from baoc.optim.matching import Matching
 from baoc.optim.shards import is_sharded, largest_shard, local_shard
 from baoc.optim.weights import conversion_bytes
-from baoc.optim.wrappers import live_instances
+from baoc.optim.wrappers import ddp_params
 from baoc.parallel import SINGLE_PROCESS, Ranks, refusal
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.budgeted import MEASURED, PlannerSettings, blocks_of_choice, may_use_host
@@ -594,18 +593,28 @@ class Session:
     def _max_timing_s(self) -> float:
         return LIMITED_TIMING_S if self.budget.step_time is not None else RECORDED_TIMING_S
 
-    def spec_table(self, specs: Sequence[OptimizerSpec], needed: Collection[str], **others: Any) -> LatencyTable:
-        """This rank's table of `specs`, of which the `needed` ones are timed; `others`: see `time_specs`."""
+    def spec_table(
+        self,
+        specs: Sequence[OptimizerSpec],
+        needed: Collection[str],
+        *,
+        upkeep_bytes: int,
+        rest_s: float = 0.0,
+        previous: LatencyTable | None = None,
+    ) -> LatencyTable:
+        """This rank's table of `specs`, of which the `needed` ones are timed; see `time_specs`."""
         trained = [param for param in self.params.values() if param.requires_grad]
         return time_specs(
             specs,
             device=self.device,
             num_elements=sum(local_shard(param).numel() for param in trained),
             num_tensors=len(trained),
+            rest_s=rest_s,
+            upkeep_bytes=upkeep_bytes,
             needed=needed,
             max_s=self._max_timing_s,
             cache_dir=cache_folder(),
-            **others,
+            previous=previous,
         )
 
     @property
@@ -615,9 +624,7 @@ class Session:
     @property
     def _steps_together(self) -> bool:
         """True if a rank waits for the others in a step: by fully_shard, or by DistributedDataParallel of a probe."""
-        wrappers = live_instances(DistributedDataParallel) if self.ranks is not SINGLE_PROCESS else ()
-        own = set(self.params.values())
-        return self._sharded or any(not own.isdisjoint(wrapper.parameters()) for wrapper in wrappers)
+        return self._sharded or not ddp_params().isdisjoint(map(id, self.params.values()))
 
     # -- planning -------------------------------------------------------------------------------------------------
 

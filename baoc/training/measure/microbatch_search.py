@@ -149,12 +149,14 @@ def decide(
         InfeasibleBudgetError: No option fits; it names the least budget that one would need. On a GPU, and without
             fully_shard, an option was found to fit within that memory budget, if any was.
     """
-    phases, given = PhaseTimer(), {"task": task, "data": data, "device": device, "settings": settings}
+    phases = PhaseTimer()
     with _restored(config, task=task, device=device) as stack:
         tell = stack.enter_context(console.progress_line(enabled=config.trainer.enable_progress_bar is not False))
         tell("deciding how a batch is run: a few small micro-batches")
         began = monotonic()
-        search = MicroBatchSearch(config, **given, stack=stack, phases=phases)
+        search = MicroBatchSearch(
+            config, task=task, data=data, device=device, settings=settings, stack=stack, phases=phases
+        )
         with phases("the key"):
             cache_key = search.cache_key()
             entry, choice = search.ranks.broadcast_result(lambda: load_decision(cache_key)), None
@@ -206,7 +208,9 @@ def decide(
             named = format_bytes(refusal.least_feasible_bytes)
             console.say(f"no option fits budget {config.budget.name}: budgets around {named} are tried for the least")
             within: dict[int, Entry] = {}
-            plan_at = partial(_least_peak, config, within=within, **given)
+            plan_at = partial(
+                _least_peak, config, task=task, data=data, device=device, settings=settings, within=within
+            )
             page_start = partial(least_budget_with_same_pages, searched)
             found = least_confirmed_bytes(refusal, plan_at=plan_at, page_start=page_start)
             if found is not None:
@@ -248,14 +252,28 @@ def _restored(config: RunConfig, *, task: Task, device: str) -> Iterator[ExitSta
 
 
 def _least_peak(
-    config: RunConfig, memory_bytes: int, *, within: dict[int, Entry], task: Task, device: str, **given: Any
+    config: RunConfig,
+    memory_bytes: int,
+    *,
+    task: Task,
+    data: DataModule,
+    device: str,
+    settings: SessionSettings,
+    within: dict[int, Entry],
 ) -> int:
     """Peak bytes of the smallest plan of any option that was measured within `memory_bytes`, until one fits. The
     decision for it joins those `within` each budget. Raises InfeasibleBudgetError if none fits."""
     config = replace(config, budget=replace(config.budget, memory_bytes=memory_bytes))
     with _restored(config, task=task, device=device) as stack, redirect_stdout(io.StringIO()):
         search = MicroBatchSearch(
-            config, task=task, device=device, **given, stack=stack, phases=PhaseTimer(), max_s=0.0
+            config,
+            task=task,
+            data=data,
+            device=device,
+            settings=settings,
+            stack=stack,
+            phases=PhaseTimer(),
+            max_s=0.0,
         )
         choice = search.search(began=monotonic(), tell=lambda _: None)
         refusal, least = None, 0

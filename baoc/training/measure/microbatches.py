@@ -31,7 +31,7 @@ from baoc.profiling.phase_timer import PhaseTimer
 from baoc.tasks.ema import EmaWeights
 from baoc.training.measure.benchmark_steps import rehearse
 from baoc.training.measure.probe import silent, with_averages
-from baoc.types import Footprint, PeakInterval
+from baoc.types import Footprint, OptimizerSpec, PeakInterval
 
 PRECISIONS = ("32-true", "bf16-mixed")
 MAX_SIZES = 4  # micro-batches that are measured for one number of recomputed layers
@@ -172,9 +172,21 @@ class MicroBatchRunner:
 
         return self._slowest(time)
 
-    def time_training_step(self, micro_batch: int, *, per_step: int, max_s: float | None = None, **how: Any) -> float:
-        """Seconds of a step in Lightning's loop without the optimizer's part; `how`: see `rehearse`. `max_s`: seconds
-        to spend, by default REHEARSED_S."""
+    def time_training_step(
+        self,
+        micro_batch: int,
+        *,
+        per_step: int,
+        clip: tuple[float | None, str | None],
+        blocks: Sequence[Sequence[Tensor]] = (),
+        specs: Sequence[OptimizerSpec] = (),
+        release: bool = False,
+        max_s: float | None = None,
+    ) -> float:
+        """Seconds of a whole step in Lightning's loop, without the optimizer's part; see `rehearse`.
+
+        `max_s`: seconds to spend, by default REHEARSED_S.
+        """
 
         def time() -> float:
             batch = self._fresh_batch(micro_batch)
@@ -184,8 +196,11 @@ class MicroBatchRunner:
                     batch=batch,
                     module=self.module,
                     accumulation=per_step,
+                    clip=clip,
+                    blocks=blocks,
+                    specs=specs,
+                    release=release,
                     max_s=REHEARSED_S[self.device.type] if max_s is None else max_s,
-                    **how,
                 )
 
         return self._slowest(time)
