@@ -47,6 +47,10 @@ def read_claims() -> list[Claim]:
 def complaint(claim: Claim) -> str | None:
     """What is wrong with a figure that should follow from its raw rows; None if it does."""
     value, interval = remade(claim)
+    if claim["statistic"] in {"mean", "paired"}:
+        count = len(selected(claim["rows"], where=claim["where"]))
+        if str(count) != claim["n"]:
+            return f"{claim['figure']}: n {claim['n']} is claimed, {claim['rows']} has {count} rows"
     if shown(value, like=claim["value"]) != claim["value"].lstrip("+"):
         return f"{claim['figure']}: {claim['value']} is claimed, {claim['rows']} gives {value:.6g}"
     given = re.search(r"(\d+(?:\.\d+)?)$", claim["interval"])

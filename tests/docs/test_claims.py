@@ -54,6 +54,7 @@ def test_a_wrong_figure_is_found():
     claim = next(claim for claim in MADE_AGAIN if claim["statistic"] == "paired")
     assert "is claimed" in str(claims.complaint({**claim, "value": "+9.999"}))
     assert "an interval of" in str(claims.complaint({**claim, "interval": "sd 9.999"}))
+    assert "n 99 is claimed" in str(claims.complaint({**claim, "n": "99"}))
 
 
 def test_figures_without_raw_rows_grow_no_more():
