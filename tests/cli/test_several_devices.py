@@ -28,6 +28,8 @@ FAULT = """
 import os
 if os.environ.get("RANK") == "1" and os.environ.get("FAULT"):
     import signal
+    from baoc import parallel
+    parallel.PEER_TIMEOUT_S = 2.0
     from torch import OutOfMemoryError
     from baoc.tasks import vision
     kind = os.environ["FAULT"]
@@ -50,12 +52,24 @@ if os.environ.get("RANK") == "1" and os.environ.get("FAULT"):
 """
 
 
+# Rank 0 need not wait for 20 s until it ends a run that hangs, as another rank has left it.
+COMMAND = """
+import sys
+from baoc.cli import main, ranks
+ranks.SHUTDOWN_S = {patience_s}
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
 def started(folder: Path, *words: str, fault: str = "") -> Command:
     """A run of two ranks, which are forked from a server that has imported what runs need."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    (folder.parent / "sitecustomize.py").write_text(FAULT)
+    (day := folder.parent).mkdir(parents=True, exist_ok=True)
+    (day / "sitecustomize.py").write_text(FAULT)
+    (script := day / "command.py").write_text(
+        COMMAND.format(patience_s=2.0 if fault == "exit" else ranks_module.SHUTDOWN_S)
+    )
     given = (*WORDS, *QUICK, *words, "trainer.devices=2", "budget=state_25", f"hydra.run.dir={folder}")
-    return start(*given, folder=folder.parent / "log", cwd=folder.parent, PYTHONPATH=str(folder.parent), FAULT=fault)
+    return start_script(script, *given, folder=day / "log", cwd=day, PYTHONPATH=str(day), FAULT=fault)
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -89,8 +89,9 @@ def _answer(asked: socket.socket, take_environment: Callable[[dict[str, str]], N
     process.start()
     for place in places:
         os.close(place)
+    ended = os.pidfd_open(process.pid)  # its sentinel would wait for what it has forked, too
     while process.exitcode is None:
-        if asked in wait([process.sentinel, asked]):
+        if asked in wait([ended, asked]):
             signals = asked.recv(1)
             process.kill() if not signals else os.kill(process.pid, signals[0])
             process.join(None if not signals else 0)
