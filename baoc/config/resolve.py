@@ -9,6 +9,7 @@ from baoc.config.schema import RunConfig
 from baoc.errors import BadInputError
 from baoc.models import OWN_SIZE, ModelSize, choose_size
 
+SEARCHED_PRECISIONS = ("32-true", "bf16-mixed")  # others convert the weights, or have a GradScaler
 PLACEHOLDER_MICRO_BATCH = 8  # samples of the example batch while the micro-batch is undecided
 
 
@@ -43,7 +44,7 @@ def needs_microbatch_search(config: RunConfig, *, device: str) -> bool:
     if (config.optim.release_gradients or config.trainer.strategy == "fsdp") and not requested:
         return False
     limited = config.budget.memory_bytes is not None or config.budget.name == "auto"
-    supported = config.trainer.precision in (None, "auto", "32-true", "bf16-mixed")
+    supported = config.trainer.precision in (None, "auto", *SEARCHED_PRECISIONS)
     return requested or (device == "cuda" and config.micro_batch is None and limited and supported)
 
 
@@ -83,6 +84,11 @@ def resolve(config: RunConfig, *, device: str) -> Resolved:
             "in their weights' own type: set trainer.precision=bf16-mixed, or model.activations=null"
         )
     needs_search = needs_microbatch_search(config, device=device)
+    if needs_search and trainer.precision not in (None, *SEARCHED_PRECISIONS):
+        raise BadInputError(
+            f"micro_batch=auto tries micro-batches at trainer.precision={' or '.join(SEARCHED_PRECISIONS)}, not "
+            f"{trainer.precision}: give a micro_batch, or one of these"
+        )
     if not isinstance(micro_batch, int) and not needs_search:
         micro_batch = device_batch = config.batch_size // config.trainer.devices
         may_accumulate = device == "cuda" and not optim.release_gradients

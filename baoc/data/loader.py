@@ -81,12 +81,7 @@ class ShuffledLoader(SequentialLoader):
         """`settings`: indices, transform and workers, as SequentialLoader takes them."""
         super().__init__(source, batch_size=batch_size, **settings)
         assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
-        num_rows = len(self._indices)
-        if num_rows < batch_size * num_ranks * accumulate:
-            raise BadInputError(
-                f"a step of {accumulate} x {batch_size * num_ranks} samples does not fit the {num_rows} training "
-                f"samples: lower the batch size, all micro-batches of a step together, to at most {num_rows}"
-            )
+        require_step(batch_size * num_ranks * accumulate, num_train=len(self._indices))
         self.seed = seed
         self.accumulate = accumulate
         self.limit = limit
@@ -186,6 +181,15 @@ class ShuffledLoader(SequentialLoader):
             BatchRequest(rows=order[start : start + self.batch_size], seed=seed_from_numbers(self.seed, epoch, start))
             for start in starts
         ]
+
+
+def require_step(batch_size: int, *, num_train: int) -> None:
+    """Raises BadInputError if the training samples are fewer than one step takes."""
+    if num_train < batch_size:
+        raise BadInputError(
+            f"a step of {batch_size} samples does not fit the {num_train} training samples: lower the batch size, all "
+            f"micro-batches of a step together, to at most {num_train}"
+        )
 
 
 def seeded_generator(*key: int) -> torch.Generator:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from baoc.callbacks.generators import capture_rng, restore_rng
-from baoc.config.resolve import choose_device
+from baoc.config.resolve import SEARCHED_PRECISIONS, choose_device
 from baoc.config.schema import ModelConfig, OptimConfig, RunConfig, TaskConfig
 from baoc.config.trainer_arguments import TrainerConfig
 from baoc.config.validate import require
@@ -36,7 +36,6 @@ from baoc.planning.microbatch import OBJECTIVES
 from baoc.tasks.base import Task
 from baoc.tasks.settings import OptimizerSettings
 from baoc.training.measure.microbatch_search import decide
-from baoc.training.measure.microbatches import PRECISIONS
 from baoc.training.measure.probe import silent
 from baoc.training.plain_loop import BaocOptimizer
 from baoc.training.session import RecipeLike, SessionSettings, with_recipe, without_scratch_measurements
@@ -137,7 +136,7 @@ def advise(
         )
     if loss is None and not isinstance(model, L.LightningModule):
         raise BadInputError("advise needs a loss: a function of (model, batch) that returns the mean loss")
-    require(precision in PRECISIONS, "precision", precision, " or ".join(PRECISIONS))
+    require(precision in SEARCHED_PRECISIONS, "precision", precision, " or ".join(SEARCHED_PRECISIONS))
     if not any(param.requires_grad for param in model.parameters()):
         raise BadInputError(f"the model ({type(model).__name__}) has no parameters to train")
     counts = isinstance(batch_size, Integral) and not isinstance(batch_size, bool) and batch_size >= 1

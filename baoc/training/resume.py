@@ -43,7 +43,12 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
         return None
     above = run_dir.resolve().parents
     runs_dir = next((folder for folder in above[1::-1] if folder != Path(folder.anchor)), run_dir)
-    match, check = {"name": config.name, "seed": config.seed}, check_contents
+    match, steps = {"name": config.name, "seed": config.seed}, [0]  # steps: of the checkpoints read, the found one last
+
+    def check(content: Mapping[str, Any]) -> None:
+        check_contents(content)
+        steps.append(content["global_step"])
+
     checkpoint = resolve_resume("auto", run_root=run_dir, match=match, check=check) if config.resume == "auto" else None
     if config.resume != "auto" or (checkpoint is None and not (run_dir / METRICS_FILE).is_file()):
         checkpoint = resolve_resume(config.resume, run_root=runs_dir, match=match, check=check)
@@ -55,16 +60,13 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
     console.say(
         "resume=auto found nothing to resume: starting anew" if checkpoint is None else f"resuming from {checkpoint}"
     )
+    if checkpoint is not None and config.mode != "eval":
+        _refuse_finished(checkpoint, step=steps[-1], end=config.trainer.max_steps, run_dir=run_dir)
     return checkpoint
 
 
-def check_resume(
-    config: RunConfig, *, checkpoint: Path, run_dir: Path, sources: Mapping[str, str] | None = None
-) -> None:
-    """Refuses to resume a finished run, but not one of this folder that lacks its result. Says which settings of the
-    training and which of `sources` have changed since; loading the optimizer says what stays the checkpoint's."""
-    content = load_checked(checkpoint)
-    step, end = content.get("global_step", 0), config.trainer.max_steps
+def _refuse_finished(checkpoint: Path, *, step: int, end: int, run_dir: Path) -> None:
+    """Refuses to resume a finished run of `end` steps, but not one of this folder that lacks its result."""
     has_ended = all((run_dir / name).is_file() for name in (RESULT, FRONTIER))
     if 0 < end == step and run_dir.resolve() in checkpoint.resolve().parents and not has_ended:
         console.say(f"all {end} steps are done: only the result is still to be made")
@@ -73,7 +75,13 @@ def check_resume(
             f"{checkpoint} is of step {step} and trainer.max_steps={end}: nothing is left to train. Give a larger "
             "trainer.max_steps, or mode=eval to evaluate it"
         )
-    for sentence in changed_sources(content, now=sources or {}):
+
+
+def tell_changes(config: RunConfig, *, checkpoint: Path, sources: Mapping[str, str]) -> None:
+    """Says which settings of the training and which of `sources` have changed since the checkpoint was written; loading
+    the optimizer says what stays the checkpoint's."""
+    content = load_checked(checkpoint)
+    for sentence in changed_sources(content, now=sources):
         console.say(sentence)
     now = training_settings(config)
     then = content.get(META_KEY, {}).get("settings", now)  # earlier versions wrote none

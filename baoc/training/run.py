@@ -25,6 +25,7 @@ from baoc.core import own_code
 from baoc.core.budgets import resolve_auto
 from baoc.data import MODEL_TOKENIZER, build_data
 from baoc.data.base import DataModule
+from baoc.data.loader import require_step
 from baoc.errors import BadInputError, BudgetBreachedError, DivergedError
 from baoc.models import build_model, family_of
 from baoc.models.export import export_model
@@ -41,10 +42,10 @@ from baoc.training.measure.absent_card import card_of, plan_for, write_plan_tota
 from baoc.training.measure.microbatch_search import SearchResult, decide, device_of, take_option
 from baoc.training.prepare import prepare
 from baoc.training.resume import (
-    check_resume,
     find_checkpoint,
     saved_decision,
     saved_latency,
+    tell_changes,
     with_decision,
     write_decision,
 )
@@ -118,9 +119,7 @@ def run(config: RunConfig, *, run_dir: Path, command: str) -> RunResult | None:
         if config.mode == "eval":
             return evaluate(parts, task=task, data=data, checkpoint=checkpoint, run_dir=run_dir)
         if checkpoint is not None:
-            group.broadcast_result(
-                lambda: check_resume(config, checkpoint=checkpoint, run_dir=run_dir, sources=sources)
-            )
+            group.broadcast_result(lambda: tell_changes(config, checkpoint=checkpoint, sources=sources))
         with explained_failures(device), parts.preemption.listening():
             parts.trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         if config.mode == "plan":
@@ -216,6 +215,7 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
             seed=config.seed,
             **own_tokenizer(instantiate_targets(config.dataset.options), config=config),
         )
+    refuse_early(resolved, data=data)
     stored = {"pretrained": config.model.pretrained, "new_head": config.model.new_head}
     options = {
         **instantiate_targets(config.model.options),
@@ -251,6 +251,36 @@ def build(resolved: Resolved, *, run_dir: Path, device: str) -> tuple[Task, Data
     }
     console.print_key_values(config.name, summary, run_dir=run_dir)
     return task, data
+
+
+def refuse_early(resolved: Resolved, *, data: DataModule) -> None:
+    """Raises BadInputError, before a network is built, for what loader or Lightning would refuse only once a step is
+    measured: a strategy without devices, and an epoch that is too short."""
+    config, num_train = resolved.config, data.spec.num_train
+    trainer = config.trainer
+    if ranks() is SINGLE_PROCESS and trainer.strategy != "auto":
+        raise BadInputError(
+            f"trainer.strategy={trainer.strategy} is of several devices: set trainer.devices=N, or leave it out"
+        )
+    if config.mode == "eval" or trainer.overfit_batches or not num_train:  # a stream does not know its length
+        return
+    require_step(config.batch_size, num_train=num_train)
+    if resolved.needs_microbatch_search:  # which decides how many micro-batches an epoch has
+        return
+    batches, limit = num_train // config.batch_size * config.accumulation, trainer.limit_train_batches
+    if isinstance(limit, float) and limit * batches < 1:
+        raise BadInputError(
+            f"trainer.limit_train_batches={limit:g} of the {batches} batches of an epoch is less than one: give a "
+            "number of batches, or a larger share"
+        )
+    if limit is not None:
+        batches = min(batches, limit) if isinstance(limit, int) else int(limit * batches)
+    interval = trainer.val_check_interval
+    if trainer.check_val_every_n_epoch is not None and isinstance(interval, int) and interval > batches:
+        raise BadInputError(
+            f"trainer.val_check_interval={interval} is more than the {batches} batches of an epoch: lower it, or set "
+            "trainer.check_val_every_n_epoch=null to count batches over epochs"
+        )
 
 
 def own_tokenizer(options: dict[str, Any], *, config: RunConfig) -> dict[str, Any]:

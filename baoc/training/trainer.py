@@ -28,7 +28,7 @@ from baoc.callbacks.vote import StepVote
 from baoc.config.schema import RunConfig
 from baoc.core.budgets import parse_budget
 from baoc.core.measured import AUTO
-from baoc.errors import BadInputError, BaocError, BudgetBreachedError, CheckpointError
+from baoc.errors import BaocError, BudgetBreachedError, CheckpointError
 from baoc.parallel import SINGLE_PROCESS, local_world_size, ranks
 from baoc.planning.allocators import ALLOCATORS
 from baoc.planning.planner import PlannerSettings
@@ -110,8 +110,7 @@ def assemble_trainer(
     sources: Mapping[str, str],
 ) -> Parts:
     """Builds Lightning's Trainer with the strategy, the monitors, and the recorder as the strategy's listener.
-    `latency`: of the micro-batch decision or the resumed run. `sources`: hashes that checkpoints keep. Raises
-    BadInputError for a trainer.strategy on one device."""
+    `latency`: of the micro-batch decision or the resumed run. `sources`: hashes that checkpoints keep."""
     recorder = Recorder(run_dir)
     memory = MemoryMonitor(config.budget, every_step=bool(os.environ.get(TRACK_EVERY_STEP)))
     memory.predicted = lambda: recorder.peak_bytes_predicted
@@ -131,10 +130,6 @@ def assemble_trainer(
     )
     alone = ranks() is SINGLE_PROCESS
     make = partial(BaocStrategy, device=device) if alone else BaocDDPStrategy
-    if alone and config.trainer.strategy != "auto":
-        raise BadInputError(
-            f"trainer.strategy={config.trainer.strategy} is of several devices: set trainer.devices=N, or leave it out"
-        )
     if config.trainer.strategy == "fsdp":
         from baoc.training.fully_sharded import BaocFSDPStrategy
 

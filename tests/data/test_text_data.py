@@ -375,7 +375,7 @@ def test_torn_archive_is_named(tmp_path):
         ({"val_fraction": 1.0}, "val_fraction must lie between 0 and 1, not 1.0"),
         ({"sequence_length": 9000}, "training text of story has .* tokens, too few for one sequence of 9000"),
         ({"sequence_length": 500}, "validation text of story has .* tokens, too few .* a larger dataset.val_fraction"),
-        ({"batch_size": 1000}, "a step of 1 x 1000 samples does not fit the"),
+        ({"batch_size": 1000}, "a step of 1000 samples does not fit the"),
     ],
 )
 def test_impossible_sizes_are_refused(tmp_path, options, message):

@@ -105,7 +105,7 @@ def test_what_is_pinned_stays(tmp_path: Path):
 
 def test_a_resumed_run_goes_on_with_what_was_decided(decided: tuple[Path, RunResult], tmp_path: Path):
     run_dir = shutil.copytree(decided[0], tmp_path / "day" / "first")
-    decided = (run_dir / "decision.json").read_text()
+    decision = (run_dir / "decision.json").read_text()
     (run_dir / "options.csv").unlink()
     again = run(run_dir, resume="auto", trainer=replace(config().trainer, max_steps=3), objective="throughput")
     assert again.num_steps == 3 and (run_dir / "decision.json").read_text() == decided
@@ -262,19 +262,27 @@ def test_a_network_without_parts_to_recompute_says_so():
         axes_of(asked, task=task)
 
 
-def test_a_batch_of_more_samples_than_there_are_is_refused_before_it_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+EVERY_EPOCH = {"check_val_every_n_epoch": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainer", "text"),
+    [
+        ({"batch_size": 5000}, {}, "a step of 5000 samples does not fit the 1438 training samples"),
+        ({"batch_size": 5000, "micro_batch": 8}, {}, "a step of 5000 samples does not fit the 1438 training samples"),
+        ({}, {"precision": "bf16-true"}, r"micro_batch=auto tries micro-batches at trainer\.precision=32-true or"),
+        ({}, {"strategy": "ddp"}, r"trainer\.strategy=ddp is of several devices: set trainer\.devices=N"),
+        ({"micro_batch": 16}, {"limit_train_batches": 0.001}, "=0.001 of the 88 batches of an epoch"),
+        ({"micro_batch": 16}, EVERY_EPOCH | {"val_check_interval": 89}, "=89 is more than the 88 batches of an epoch"),
+        ({"micro_batch": 5}, {}, "micro_batch=5 does not divide batch_size=32"),
+    ],
+)
+def test_what_settings_and_sizes_rule_out_is_refused_before_a_network_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], trainer: dict[str, Any], text: str
 ):
-    monkeypatch.setattr(MicroBatchRunner, "measure", None)
-    with pytest.raises(BadInputError, match="a step of 625 x 8 samples does not fit the 1438 training samples"):
-        run(tmp_path / "day" / "large", batch_size=5000)
-
-
-def test_what_contradicts_itself_is_refused(tmp_path: Path):
-    with pytest.raises(BadInputError, match=r"micro_batch=auto tries micro-batches at trainer\.precision=32-true or"):
-        run(tmp_path / "day" / "precision", trainer=replace(config().trainer, precision="bf16-true"))
-    with pytest.raises(BadInputError, match="micro_batch=5 does not divide batch_size=32"):
-        run(tmp_path / "day" / "part", micro_batch=5)
+    monkeypatch.setattr(training, "build_model", None)
+    with pytest.raises(BadInputError, match=text):
+        run(tmp_path / "day" / "refused", **changes, trainer=replace(config().trainer, **trainer))
 
 
 class Card:

@@ -33,7 +33,6 @@ from baoc.training.measure.benchmark_steps import rehearse
 from baoc.training.measure.probe import silent, with_averages
 from baoc.types import Footprint, OptimizerSpec, PeakInterval
 
-PRECISIONS = ("32-true", "bf16-mixed")
 MAX_SIZES = 4  # micro-batches that are measured for one number of recomputed layers
 REHEARSED_S = {"cpu": 0.25, "cuda": 0.5}  # about how long steps in Lightning's loop are timed, after warm-up ones
 TIMED_S = 0.1  # about how long a micro-batch is timed; options that may win are timed again in Lightning's loop
@@ -46,7 +45,7 @@ class MicroBatchRunner:
 
     `batch` and `val_batch` are real ones, of any size. Under fully_shard all ranks run each size together: the maximum
     over ranks counts, and an error on one rank is raised on all. `emulate_cuda`: tensors are fake ones on the CPU, with
-    CUDA's allocator and autocast emulated. Raises BadInputError for a precision whose weights a Trainer would convert.
+    CUDA's allocator and autocast emulated.
     """
 
     def __init__(
@@ -60,11 +59,6 @@ class MicroBatchRunner:
         emulate_cuda: bool = False,
         phases: PhaseTimer | None = None,
     ):
-        if precision not in PRECISIONS:
-            raise BadInputError(
-                f"micro_batch=auto tries micro-batches at trainer.precision={' or '.join(PRECISIONS)}, not "
-                f"{precision}: give a micro_batch, or one of these"
-            )
         self.module, self.device, self.phases = module, device, phases or PhaseTimer()
         self.ranks = ranks() if any(map(is_sharded, module.parameters())) else SINGLE_PROCESS
         self._batch, self._val_batch = batch, val_batch
