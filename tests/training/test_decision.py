@@ -108,7 +108,7 @@ def test_a_resumed_run_goes_on_with_what_was_decided(decided: tuple[Path, RunRes
     decision = (run_dir / "decision.json").read_text()
     (run_dir / "options.csv").unlink()
     again = run(run_dir, resume="auto", trainer=replace(config().trainer, max_steps=3), objective="throughput")
-    assert again.num_steps == 3 and (run_dir / "decision.json").read_text() == decided
+    assert again.num_steps == 3 and (run_dir / "decision.json").read_text() == decision
     assert not (run_dir / "options.csv").exists()  # nothing was decided anew
     later = tmp_path / "later" / "first"
     run(later, resume=str(run_dir), trainer=replace(config().trainer, max_steps=4), objective="throughput")
