@@ -52,7 +52,7 @@ def parse_budget(spelling: str | int | float | Budget | Mapping[str, Any]) -> Bu
         BadInputError: For anything else; the message lists the spellings.
     """
     if isinstance(spelling, Budget):
-        return _checked(spelling)
+        return _limited(_checked(spelling))
     if isinstance(spelling, str):
         return _warned(_parse_text(spelling), spelling=spelling)
     if isinstance(spelling, bool):
@@ -111,10 +111,6 @@ def _parse_mapping(mapping: object) -> Budget:
         close = get_close_matches(unknown[0], _KEYS, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise BadInputError(f"budget has no key {unknown[0]!r}{hint} It takes {', '.join(_KEYS)}")
-    if all(value is None for value in node.values()):
-        raise BadInputError(
-            f'budget={dict(node)} sets none of {", ".join(_KEYS[1:])}: set one of them, or give "unlimited"'
-        )
     sizes = [node[key] for key in _MEMORY_KEYS if node.get(key) is not None]
     if len(sizes) > 1:
         raise BadInputError("budget.memory and budget.memory_bytes are the same limit: give one of them")
@@ -129,7 +125,8 @@ def _parse_mapping(mapping: object) -> Budget:
         step_time=_number(node, "step_time"),
         host_memory_bytes=None if host is None else _size(host, key="host_memory"),
     )
-    return replace(_checked(budget), name=_name(budget, limited=any(key in node for key in _NAMED_LIMITS)))
+    takes_away = any(key in node for key in _NAMED_LIMITS) and _is_allowed(budget.name)  # as budget.memory=null does
+    return replace(_checked(budget) if takes_away else _limited(_checked(budget)), name=_name(budget))
 
 
 def _size(value: object, *, key: str) -> int:
@@ -162,21 +159,27 @@ def _number(node: Mapping[str, Any], key: str) -> float | None:
         ) from None
 
 
-def _name(budget: Budget, *, limited: bool) -> str:
-    """The budget's name, replaced by its limit's own if it spells another limit. Raises BadInputError if it spells a
-    limit and the mapping sets none of _NAMED_LIMITS (`limited`)."""
-    if not budget.name:
-        return _derived_name(budget)
-    try:
-        named = _parse_text(budget.name)
-    except BadInputError:
-        return budget.name  # a name of the user's own
-    same = (named.memory_bytes, named.state_fraction) == (budget.memory_bytes, budget.state_fraction)
-    if not (same or limited):
+def _limited(budget: Budget) -> Budget:
+    """Returns `budget`. Raises BadInputError if its name alone spells a limit, and for no limit at all, unless its name
+    says so."""
+    named = _parse_text(budget.name) if _is_allowed(budget.name) else None
+    if named is not None and named.kind != "none" == budget.kind:
         raise BadInputError(
             f"budget.name={budget.name} is a name and limits nothing: give budget={budget.name}, or memory or "
             "state_fraction beside it"
         )
+    if named is None and budget == Budget(name=budget.name):
+        by_name = f"budget.name={budget.name} is a name, and" if budget.name else "the budget"
+        raise BadInputError(f'{by_name} sets none of {", ".join(_KEYS[1:])}: set one of them, or give "unlimited"')
+    return budget
+
+
+def _name(budget: Budget) -> str:
+    """The budget's name, replaced by its limit's own if it spells another limit."""
+    if not _is_allowed(budget.name):
+        return budget.name or _derived_name(budget)  # a name of the user's own
+    named = _parse_text(budget.name)
+    same = (named.memory_bytes, named.state_fraction) == (budget.memory_bytes, budget.state_fraction)
     return named.name if same else _derived_name(budget)
 
 

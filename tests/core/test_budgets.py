@@ -107,6 +107,7 @@ def test_a_step_time_stands_beside_a_memory_limit_and_alone():
     assert both == Budget(name="8gb", memory_bytes=8 * GIB, step_time=1.2)
     alone = parse_budget({"name": "unlimited", "step_time": 2})
     assert alone == Budget(name="unlimited", step_time=2.0)
+    assert parse_budget(Budget(name="fast", step_time=2.0)) == parse_budget({"name": "fast", "step_time": 2})
 
 
 def test_a_preset_name_never_stays_on_another_limit():
@@ -168,8 +169,17 @@ def test_auto_becomes_what_is_free_and_nothing_else_changes():
             {"name": "8gb", "memory": "8gb", "state_fraction": 0.25},
             r"not both \(budget=8gb, given or by default, is the former\): choose budget=8gb or budget=state_25$",
         ),
-        ({}, r'^budget={} sets none of memory, memory_bytes, state_.*, host_memory: set one .*, or give "unlimited"$'),
-        ({"name": None, "memory": None}, r"budget={'name': None, 'memory': None} sets none of memory, "),
+        (Budget(name="8gb"), r"budget.name=8gb is a name and limits nothing: give budget=8gb, or memory or state"),
+        (Budget(name="State_25", step_time=1.2), r"budget.name=State_25 is a name and limits nothing"),
+        ({}, r'^the budget sets none of memory, memory_bytes, state_.*, host_memory: set one .*, or give "unlimited"$'),
+        ({"name": None, "memory": None}, r"the budget sets none of memory, "),
+        (Budget(name=""), r"the budget sets none of memory, "),
+        (
+            {"name": "laptop"},
+            r"budget.name=laptop is a name, and sets none of memory, .*: set one",
+        ),
+        ({"name": "laptop", "memory": None}, r"budget.name=laptop is a name, and sets none of memory"),
+        (Budget(name="laptop"), r"budget.name=laptop is a name, and sets none of memory"),
         (Budget(name="x", memory_bytes=-1), r"a memory budget of -1 bytes holds nothing"),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_resumed_run_goes_on_with_what_was_decided(decided: tuple[Path, RunRes
     assert not (run_dir / "options.csv").exists()  # nothing was decided anew
     later = tmp_path / "later" / "first"
     run(later, resume=str(run_dir), trainer=replace(config().trainer, max_steps=4), objective="throughput")
-    assert (later / "decision.json").read_text() == decided, "for whoever resumes from this run"
+    assert (later / "decision.json").read_text() == decision, "for whoever resumes from this run"
 
 
 def test_the_same_decision_is_taken_over_once_its_bytes_were_found_again(
