@@ -186,22 +186,36 @@ def _race_and_run(config: RunConfig, *, run_dir: Path, overrides: Sequence[str])
             say(f"risk={config.risk.name}: prices the plan and chooses no spec, {given}")
     settled = resolve_raced_recipe(config)
     if config.mode == "train" and config.race.first != "off":
-        folder, resumed = run_dir / "race", None if config.resume in (None, "auto") else Path(config.resume)
-        if resumed is not None and not (resumed / "race").is_dir():
-            given = config.race.first if config.race.cap_s is None else f"{config.race.cap_s:g}"
-            raise BadInputError(
-                f"race={given} chooses what a run trains with before it begins, and resume={resumed} is not the folder "
-                "of a run that raced: leave race or resume out"
-            )
-        if resumed is not None and (resumed / "race" / RACE_SETUP_FILE).is_file():
-            folder = resumed / "race"
-            if not (resumed / "metrics.jsonl").is_file():
-                settled = replace(settled, resume=None)  # training had not begun
-        settled = import_module(RACES).race_before_run(settled, overrides=overrides, folder=folder, command=command)
+        settled = _raced(settled, run_dir=run_dir, overrides=overrides, command=command)
     if settled != config:
         write_config(settled, path=run_dir / "config.yaml")
     with with_all_ranks(settled, command=command) as config_of_all:
         run(config_of_all, run_dir=run_dir, command=command)
+
+
+def _raced(config: RunConfig, *, run_dir: Path, overrides: Sequence[str], command: str) -> RunConfig:
+    """`config` with the choice of the race that it asks for, or of the resumed run's. Raises BadInputError for a named
+    run that did not race; one that resume=auto finds goes on without, as a requeued job must."""
+    from baoc.tracking.console import say
+    from baoc.training.resume import locate_checkpoint
+
+    folder, resumed = run_dir / "race", None if config.resume in (None, "auto") else Path(config.resume)
+    if config.resume == "auto" and (checkpoint := locate_checkpoint(config, run_dir=run_dir)) is not None:
+        resumed = checkpoint.parent.parent
+    if resumed is not None and not (resumed / "race").is_dir():
+        race = config.race.first if config.race.cap_s is None else f"{config.race.cap_s:g}"
+        why = f"race={race} chooses what a run trains with before it begins, and"
+        if config.resume != "auto":
+            raise BadInputError(
+                f"{why} resume={resumed} is not the folder of a run that raced: leave race or resume out"
+            )
+        say(f"{why} the run of {resumed} trained without a race: it goes on without")
+        return config
+    if resumed is not None and (resumed / "race" / RACE_SETUP_FILE).is_file():
+        folder = resumed / "race"
+        if not (resumed / "metrics.jsonl").is_file():
+            config = replace(config, resume=None)  # training had not begun
+    return import_module(RACES).race_before_run(config, overrides=overrides, folder=folder, command=command)
 
 
 def _record_failure(failure: Failure, *, run_dir: Path, is_single_run: bool) -> None:

@@ -36,6 +36,16 @@ _NOT_TRAINING = (  # folders, and what the decision or the network itself tells
 
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
+    """The checkpoint that `resume` names, which is said; see `locate_checkpoint`."""
+    checkpoint = locate_checkpoint(config, run_dir=run_dir)
+    if config.resume is not None:
+        console.say(
+            f"resuming from {checkpoint}" if checkpoint else "resume=auto found nothing to resume: starting anew"
+        )
+    return checkpoint
+
+
+def locate_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
     """The checkpoint that `resume` names. `auto` searches this run's folder, then its siblings and those of other days.
     If the run has trained in this folder before, as a requeued job has, only this folder is searched: a sibling may be
     another point of a sweep, or have ended. Without an intact checkpoint the run starts anew."""
@@ -57,9 +67,6 @@ def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
             f"resume=auto found no intact checkpoint of name={config.name}, seed={config.seed} under "
             f"{runs_dir}: train first, or give resume=PATH"
         )
-    console.say(
-        "resume=auto found nothing to resume: starting anew" if checkpoint is None else f"resuming from {checkpoint}"
-    )
     if checkpoint is not None and config.mode != "eval":
         _refuse_finished(checkpoint, step=steps[-1], end=config.trainer.max_steps, run_dir=run_dir)
     return checkpoint

@@ -18,6 +18,7 @@ from baoc.cli.main import main
 from baoc.cli.run_lock import lock_folder
 from baoc.config.schema import RunConfig
 from baoc.errors import InfeasibleBudgetError, OutputError, TrainingFailedError
+from baoc.training import resume
 from baoc.units import MIB
 from tests.support.paths import ROOT, read_config
 
@@ -172,6 +173,28 @@ def test_a_race_before_a_run_that_trained_without_one_is_refused(training, tmp_p
     told = capsys.readouterr().err
     assert f"race={race} chooses what a run trains with before it begins, and resume=mine is not the folder of" in told
     assert "mode=race" not in told
+
+
+@pytest.mark.parametrize("name", ["mine", "beside"])
+@pytest.mark.parametrize("raced", [False, True])
+def test_what_resume_auto_finds_goes_on_with_its_race_or_without(
+    training, monkeypatch, tmp_path: Path, capsys, name: str, raced: bool
+):
+    """A race before a run that goes on would choose what it no longer can train with."""
+    folders: list[Path] = []
+    races = ModuleType("races")
+    monkeypatch.setattr(races, "race_before_run", lambda c, *, folder, **_: folders.append(folder) or c, raising=False)
+    monkeypatch.setitem(sys.modules, jobs.RACES, races)
+    monkeypatch.setattr(resume, "locate_checkpoint", lambda *_, **__: tmp_path / name / "checkpoints" / "last.ckpt")
+    training(do_nothing)
+    if raced:
+        (tmp_path / name / "race").mkdir(parents=True)
+        (tmp_path / name / "race" / "race_setup.json").write_text("{}")
+        (tmp_path / name / "metrics.jsonl").touch()
+    assert main(["hydra.run.dir=mine", "resume=auto", "race=auto"]) == 0
+    assert folders == ([tmp_path / name / "race"] if raced else [])
+    said = f"the run of {tmp_path / name} trained without a race: it goes on without"
+    assert (said in " ".join(capsys.readouterr().out.split())) is not raced
 
 
 HOLD = """
