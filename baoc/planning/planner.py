@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from baoc.core.recipes import BY_RACE, Recipe
-from baoc.errors import BadInputError
+from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.allocators import ALLOCATORS, NoFeasibleAllocation
 from baoc.planning.allocators.base import Allocator, allocation_of
 from baoc.planning.allocators.recipe import RecipeAllocator
@@ -96,7 +96,12 @@ class Planner(BudgetedBlocks):
         limits = self.limits()
         plan = self._plan(allocation, pool, limits=limits, risk=risk, profile=profile)
         if risk == MEASURED:
-            proposed = self.propose(risk=risk)
+            try:
+                proposed = self.propose(risk=risk)
+            except InfeasibleBudgetError:
+                if not seen_to_fit:
+                    raise
+                return replace(plan, basis=Basis(by=MEASURED, text=AS_SAVED))
             if dict(proposed.allocation.choices) == dict(choices):
                 return proposed
             plan = replace(

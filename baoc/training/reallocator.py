@@ -467,6 +467,8 @@ class Reallocator:
         self._count_late(late.added_bytes - counted)
         first_params = {name: live.slots[0].name for name, live in self.optimizer.registry.live.items()}
         choices = {name: late.specs[first] for name, first in first_params.items() if first in late.specs}
+        if share is not None:  # a step has used the gradients, whose place conversions may need
+            self.optimizer.zero_grad(set_to_none=True)
         self._migrate_blocks(choices, moments={})
 
     def _choose_late_specs(

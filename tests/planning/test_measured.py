@@ -24,7 +24,7 @@ from baoc.core.recipes import RECIPES, measured_table, tuning_of
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.planning.budgeted import total_numel
 from baoc.planning.measured import MIXED, PRETRAINED_ARGUMENT, selection_penalty
-from baoc.planning.planner import Planner, PlannerSettings
+from baoc.planning.planner import AS_SAVED, Planner, PlannerSettings
 from baoc.planning.proposals import proposals
 from baoc.types import Budget, ParamInfo, Part, Plan, Role
 from tests.support.planners import planner as made_up
@@ -225,7 +225,16 @@ def test_the_least_that_is_named_is_enough_and_a_byte_less_is_not(
     with pytest.raises(InfeasibleBudgetError) as refused:
         propose(1)
     least = refused.value.least_feasible_bytes
-    assert propose(least).least_feasible_bytes == least == propose(2 * least).least_feasible_bytes
+    plan = propose(least)
+    assert plan.least_feasible_bytes == least == propose(2 * least).least_feasible_bytes
+    choices = plan.allocation.choices
+    less = replace(plan.budget, memory_bytes=least - 1)
+    resumed = Planner(llama(), budget=less, settings=settings, footprint=footprint)
+    # A run held the budget with them, whatever its first step back, with states already there, was measured to take.
+    kept = resumed.resume_plan(choices, risk="measured", profile=None, seen_to_fit=True)
+    assert kept.allocation.choices == choices and kept.basis is not None and kept.basis.text == AS_SAVED
+    with pytest.raises(InfeasibleBudgetError):
+        resumed.resume_plan(choices, risk="measured", profile=None)
     with pytest.raises(InfeasibleBudgetError, match=f"{least} bytes"):
         propose(least - 1)
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from typing import Any
 
 import lightning as L
 import pytest
@@ -188,10 +189,22 @@ def late_activations(budget: int | str, *, way: str, probed: bool) -> BaocOptimi
 
 @pytest.mark.parametrize("probed", [True, False])
 @pytest.mark.parametrize("way", ["unfrozen", "group"])
-def test_what_their_backward_keeps_is_measured_and_all_states_make_room_for_it(way: str, probed: bool):
+def test_what_their_backward_keeps_is_measured_and_all_states_make_room_for_it(
+    way: str, probed: bool, monkeypatch: pytest.MonkeyPatch
+):
     roomy = late_activations("1gb", way=way, probed=probed)
     assert roomy.plan.peak_bytes >= roomy.narrator.peak_bytes > 600_000 and set(roomy.specs.values()) == {"adamw"}
+    gradients: list[bool] = []
+    migrate = BaocOptimizer.migrate
+
+    def noted(self: BaocOptimizer, *given: Any, **options: Any) -> Any:
+        if self.reallocator.late_peak_bytes:  # the step with them was measured
+            gradients.append(any(param.grad is not None for group in self.param_groups for param in group["params"]))
+        return migrate(self, *given, **options)
+
+    monkeypatch.setattr(BaocOptimizer, "migrate", noted)
     tight = late_activations(roomy.plan.peak_bytes - 30_000, way=way, probed=probed)
+    assert gradients and not any(gradients), "used ones take the room that conversions need"
     assert (
         tight.plan.peak_bytes <= tight.plan.budget.memory_bytes and tight.state_bytes() < roomy.state_bytes() - 25_000
     )
