@@ -23,6 +23,10 @@ class BadInputError(BaocError, ValueError):
     exit_code = 2
 
 
+class CalledAloneError(BadInputError):
+    """One rank made a call that all ranks make together. The others have parted from it, so training cannot go on."""
+
+
 class InfeasibleBudgetError(BaocError):
     """No allocation meets the budget.
 

@@ -16,7 +16,7 @@ from time import monotonic
 from traceback import print_exception
 from typing import Any, TypeVar
 
-from baoc.errors import BadInputError, BudgetBreachedError, TrainingFailedError
+from baoc.errors import BadInputError, BudgetBreachedError, CalledAloneError, TrainingFailedError
 
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ class Ranks:
         return make()
 
     def meet(self, what: str) -> None:
-        """Raises BadInputError if some ranks call `what` and others do not within MEETING_TIMEOUT_S."""
+        """Raises CalledAloneError if some ranks call `what` and others do not within MEETING_TIMEOUT_S."""
 
 
 SINGLE_PROCESS = Ranks()
@@ -263,8 +263,9 @@ class ProcessGroupRanks(Ranks):
                 raise BudgetBreachedError(f"rank {self.rank} alone ran out of memory, {in_step}: {advice}") from error
             print_exception(error)
             raise TrainingFailedError(f"rank {self.rank} alone failed, {in_step}") from error
-        if timed:
-            self._set_timeout(self._dist.constants.default_pg_timeout)
+        finally:
+            if timed:
+                self._set_timeout(self._dist.constants.default_pg_timeout)
         if not failed.item():
             return result
         errors = [packed for packed in self.all_gather(_pack(error)) if packed is not None]
@@ -278,7 +279,8 @@ class ProcessGroupRanks(Ranks):
             self._dist.all_reduce(self._torch.zeros(1), group=self._meetings)
         except RuntimeError as error:
             if _timed_out(error):
-                raise refusal("alone", what=what, rank=self.rank, seconds=f"{MEETING_TIMEOUT_S:g}") from error
+                told = REFUSED["alone"].format(what=what, rank=self.rank, seconds=f"{MEETING_TIMEOUT_S:g}")
+                raise CalledAloneError(told) from error
             raise RuntimeError(  # with its words, by which `is_lost_peer` knows it
                 f"{what} was called on rank {self.rank} when another rank had left: it ended, or had waited for this "
                 f"one for {MEETING_TIMEOUT_S:g} s, see its own error ({error})"

@@ -15,7 +15,7 @@ import torch
 from baoc.callbacks.memory import MemoryMonitor
 from baoc.callbacks.vote import StepVote
 from baoc.core.budgets import AUTO, resolve_auto
-from baoc.errors import BadInputError, BaocError, InfeasibleBudgetError
+from baoc.errors import BadInputError, CalledAloneError, InfeasibleBudgetError
 from baoc.planning.planner import Planner
 from baoc.planning.reallocation.budget_schedule import BudgetChange, BudgetSchedule, check_order
 from baoc.profiling import free_bytes, recap_device
@@ -155,7 +155,9 @@ class BudgetControl(L.Callback):
             if wider:
                 recap_device(self._strategy.root_device, budget=budget)
             reallocator.rebudget(budget, why=f"budget {budget.name}: {why}")
-        except BaocError as error:
+        except (BadInputError, InfeasibleBudgetError) as error:
+            if isinstance(error, CalledAloneError):  # the other ranks go on under their own budget
+                raise
             self._refused = budget
             if wider:
                 recap_device(self._strategy.root_device, budget=planner.budget)

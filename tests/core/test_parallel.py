@@ -1,6 +1,7 @@
 """Whether this process is one of several, told by variables: every door refuses, and a process that is alone trains."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 from baoc import BaocOptimizer, BaocStrategy
+from baoc.callbacks.budget_control import BudgetControl
 from baoc.cli.main import main
 from baoc.config.from_hydra import from_plain
-from baoc.errors import BadInputError
+from baoc.core.budgets import parse_budget
+from baoc.errors import BadInputError, CalledAloneError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer
 from baoc.parallel import (
     LAUNCHERS,
@@ -24,6 +27,7 @@ from baoc.parallel import (
     is_lost_peer,
     unwrapped,
 )
+from baoc.planning.reallocation.budget_schedule import BudgetChange
 from baoc.sweep.race import run_race
 from baoc.sweep.study import run_study
 from baoc.sweep.study_config import StudyConfig
@@ -207,15 +211,46 @@ def test_what_differs_on_ranks_is_told_where_it_does(given: dict[str, Any], othe
         check_same_on_ranks(given, among=Two(other))
 
 
-def test_the_error_of_a_rank_is_told_also_if_the_others_are_gone() -> None:
+@pytest.mark.parametrize("has_collectives", [False, True])
+@pytest.mark.parametrize(
+    ("words", "kind"), [("Connection closed by peer", ZeroDivisionError), ("Timed out", TrainingFailedError)]
+)
+def test_a_failed_vote_tells_the_error_and_leaves_the_group_its_timeout(
+    words: str, kind: type[Exception], has_collectives: bool
+) -> None:
     def reduce(*_: object, **__: object) -> None:
-        raise RuntimeError("Connection closed by peer")
+        raise RuntimeError(words)
+
+    timeouts: list[timedelta] = []
+    group = {"get_rank": lambda: 1, "get_world_size": lambda: 2, "new_group": lambda **_: None}
+    constants = SimpleNamespace(default_pg_timeout=timedelta(minutes=30))
+    c10d = SimpleNamespace(_set_pg_timeout=lambda limit, _: timeouts.append(limit))
+    gone = SimpleNamespace(
+        **group, all_reduce=reduce, ReduceOp=SimpleNamespace(MAX=None), constants=constants, distributed_c10d=c10d
+    )
+    with pytest.raises(kind):
+        ProcessGroupRanks(gone).run_or_raise_on_all(lambda: 1 / 0, has_collectives=has_collectives)
+    assert timeouts[1:] == ([constants.default_pg_timeout] if has_collectives else [])
+
+
+@pytest.mark.parametrize(("words", "kind"), [("Timed out", CalledAloneError), ("broken pipe", RuntimeError)])
+def test_a_budget_that_one_rank_alone_is_given_ends_its_training(words: str, kind: type[Exception]) -> None:
+    """It would go on by itself while the budget stays with the others, or the other way round."""
+
+    def reduce(*_: object, **__: object) -> None:
+        raise RuntimeError(words)
 
     group = {"get_rank": lambda: 1, "get_world_size": lambda: 2, "new_group": lambda **_: None}
-    gone = SimpleNamespace(**group, all_reduce=reduce, ReduceOp=SimpleNamespace(MAX=None))
-    with pytest.raises(ZeroDivisionError) as told:
-        ProcessGroupRanks(gone).run_or_raise_on_all(lambda: 1 / 0)
-    assert isinstance(told.value.__cause__, RuntimeError)
+    meeting = ProcessGroupRanks(SimpleNamespace(**group, all_reduce=reduce))
+    planner = SimpleNamespace(budget=parse_budget("state_50"))
+    reallocator = SimpleNamespace(planner=planner, rebudget=lambda *_, **__: meeting.meet("rebudget()"))
+    listeners: dict[str, Any] = {name: [] for name in ("plan_listeners", "resume_listeners", "reallocation_listeners")}
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(reallocator=reallocator, **listeners), global_step=3)
+    control = BudgetControl(schedule=[BudgetChange(budget=parse_budget("state_25"), step=3)])
+    control.setup(trainer, L.LightningModule(), "fit")
+    with pytest.raises(kind, match=r"rebudget\(\) was called on rank 1"):
+        control.on_train_batch_start(trainer, L.LightningModule(), None, 0)
+    assert CalledAloneError.exit_code == 2
 
 
 @pytest.mark.parametrize("text", ["the socket of my data server broke", "broken pipe", "CUDA error"])

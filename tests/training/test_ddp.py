@@ -421,8 +421,8 @@ def test_an_error_in_a_step_of_all_ranks_leaves_none_waiting(found: list[dict[st
 def test_what_all_ranks_do_together_is_refused_to_one(call: str, found: list[dict[str, Any]]) -> None:
     what = call.removesuffix(" of explicit specs")
     refused = (
-        f"BadInputError: {what} was called on rank 0, and not on all others within 1 s: either they do not call it, or "
-        "are that late, as after a checkpoint or a validation of their own. Call it on all ranks"
+        f"CalledAloneError: {what} was called on rank 0, and not on all others within 1 s: either they do not call it, "
+        "or are that late, as after a checkpoint or a validation of their own. Call it on all ranks"
     )
     assert found[0][call].startswith(refused) and found[0][call].count(refused) == 2
     assert found[1][call].startswith(
