@@ -8,14 +8,13 @@ from typing import Any
 
 import yaml
 
+from baoc.core.compared import COMPARED
 from baoc.errors import BadInputError
 from baoc.tracking.files import read_json, read_record
 from baoc.types import RESULT_SCHEMA, FailedRun, FrontierPoint
 
 RESULT, ERROR, CONFIG = "result.json", "error.json", "config.yaml"
 STUDY_FILE = "study.json"  # in a study's folder
-# Settings that do not change what is trained: runs that differ in these only are seeds of one point.
-INCIDENTAL = ("seed", "name", "resume", "logger", "checkpoint", "mode")
 NUMBER = (int, float, type(None))  # null in JSON is a number that is not finite
 _RESULT_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("task", "model", "allocator", "risk", "command", "quality.name", "budget.name"), str),
@@ -192,13 +191,13 @@ def _read_config(path: Path) -> dict[str, Any] | None:
 
 
 def _settings(config: Mapping[str, Any] | None, *, path: Path, result: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The configuration as dotted keys without INCIDENTAL ones; without it, the settings that the result records."""
+    """The configuration as dotted keys, of settings that make a point of its own; without it, the result's settings."""
     if config is None:
         if result is None:
             return {}
         settings = {key: result[key] for key in ("model", "allocator", "risk", "num_steps")}
         return settings | {"budget.name": result["budget"]["name"], "budget.limit": result["budget"].get("limit")}
-    settings = _flatten({key: value for key, value in config.items() if key not in INCIDENTAL})
+    settings = _flatten({key: value for key, value in config.items() if key not in COMPARED or COMPARED[key].frontier})
     environment = path / "env.json"  # of a run without a result too
     command = (result or (read_record(environment, {}) if environment.is_file() else None) or {}).get("command")
     if command is not None and settings.get("blocks.by") == "layer_role" and not _SETS_BLOCKS.search(str(command)):

@@ -23,11 +23,12 @@ from baoc.cache import json_sha256
 from baoc.cli.jobs import RACE_SETUP_FILE
 from baoc.config.from_hydra import from_plain, to_conf
 from baoc.config.schema import RunConfig
+from baoc.core.compared import COMPARED
 from baoc.core.recipes import RECIPES, find_recipe, recipe_node
 from baoc.errors import BadInputError, BudgetBreachedError, InfeasibleBudgetError, TrainingFailedError
 from baoc.frontier.build import build_report
 from baoc.frontier.page import race_table
-from baoc.frontier.runs import INCIDENTAL, NUMBER, quote
+from baoc.frontier.runs import NUMBER, quote
 from baoc.models import family_of
 from baoc.parallel import refuse_several_processes
 from baoc.racing import records
@@ -68,7 +69,6 @@ MIN_LAST_RUNG_STEPS = 100  # of a race that is shorter than the run
 RUNS_PER_CHECK = 6  # per worker: runs between two comparisons of the clock with the cap
 MIN_ENTRANTS = 2  # that a race is predicted to end with
 RETRIES = 3  # of a run that was killed: a fault of the machine must not drop an entrant
-_CHANGEABLE = ("workers", "per_gpu", "library")  # settings of race.* that may change when a race goes on
 # Settings that a race sets or decides itself; all other overrides of the command hold for its runs too
 _SET_BY_RACE = (
     "mode", "resume", "seed", "name", "race", "recipe", "allocator", "objective", "checkpoint", "logger",
@@ -662,8 +662,8 @@ def comparable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     trainer = {key: value for key, value in settings["trainer"].items() if key != "reshard_after_forward"}
     # The record has no mode, and a run may resume after its race.
     plain = to_plain(to_conf(from_plain({**settings, "trainer": trainer, "mode": "race", "resume": None})))
-    race = {key: value for key, value in plain["race"].items() if key not in _CHANGEABLE}
-    return {key: plain[key] for key in plain if key not in INCIDENTAL or key == "seed"} | {"race": race}
+    race = {key: value for key, value in plain["race"].items() if key not in COMPARED["race"].not_race}
+    return {key: value for key, value in plain.items() if COMPARED[key].race} | {"race": race}
 
 
 def predict_seconds(

@@ -12,6 +12,7 @@ from baoc.callbacks.checkpoint import check_contents
 from baoc.callbacks.sources import changed_sources
 from baoc.config.options import GROUPS, flatten_options
 from baoc.config.schema import RunConfig
+from baoc.core.compared import COMPARED, SAME
 from baoc.errors import BadInputError, CheckpointError
 from baoc.frontier.runs import RESULT
 from baoc.tracking import console, files
@@ -23,16 +24,6 @@ log = logging.getLogger(__name__)
 DECISION = "decision.json"
 LATENCY = "latency.json"
 FRONTIER = "frontier.csv"  # a run writes it last
-# Group -> its keys that change the training, all where there are none. Loading the optimizer tells of `optim`'s others.
-_TRAINING: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(GROUPS, ()),
-    "optim": ("warmup_fraction", "schedule", "final_lr_fraction", "matching", "nonfinite"),
-    "trainer": ("precision", "gradient_clip_val", "gradient_clip_algorithm", "overfit_batches"),
-}
-_NOT_TRAINING = (  # folders, and what the decision or the network itself tells
-    *("dataset.path", "dataset.workers", "model.pretrained", "model.new_head"),
-    *("model.size", "model.checkpointing", "model.compile"),
-)
 
 
 def find_checkpoint(config: RunConfig, *, run_dir: Path) -> Path | None:
@@ -91,11 +82,12 @@ def tell_changes(config: RunConfig, *, checkpoint: Path, sources: Mapping[str, s
     for sentence in changed_sources(content, now=sources):
         console.say(sentence)
     now = training_settings(config)
-    then = content.get(META_KEY, {}).get("settings", now)  # earlier versions wrote none
+    then = content.get(META_KEY, {}).get("settings", now)  # earlier versions wrote none, or micro_batch
+    keys = [key for key in {**now, **then} if key != "micro_batch" and (key in then or key != "accumulation")]
     changes = [
-        f"{key} {_text(then.get(key))} -> {_text(now.get(key))}"
-        for key in {**now, **then}
-        if then.get(key) != now.get(key)
+        f"{key} {_text(before)} -> {_text(after)}"
+        for key in keys
+        if (before := _compared(key, then.get(key))) != (after := _compared(key, now.get(key)))
     ]
     if changes:
         log.warning("the training goes on with other settings than the checkpoint's: %s", "; ".join(changes))
@@ -104,14 +96,21 @@ def tell_changes(config: RunConfig, *, checkpoint: Path, sources: Mapping[str, s
 def training_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that change the training, by key; a checkpoint keeps them as `settings`."""
     plain = to_plain(config) | {group: flatten_options(getattr(config, group)) for group in GROUPS}
-    flat = {
-        f"{group}.{key}": value
-        for group, keys in _TRAINING.items()
-        for key, value in plain[group].items()
-        if key in (keys or plain[group])
-    }
-    told = {key: value for key, value in flat.items() if key not in _NOT_TRAINING}
-    return {"batch_size": config.batch_size, "micro_batch": config.micro_batch, **told}
+    settings: dict[str, Any] = {}
+    for name, value in (plain | {"accumulation": config.accumulation}).items():
+        row = COMPARED.get(name)
+        if row is None or row.resume is None:
+            continue
+        if not isinstance(value, Mapping):
+            settings[name] = value
+            continue
+        keys = (key for key in value if key in (row.resume or value) and key not in row.not_resume)
+        settings |= {f"{name}.{key}": value[key] for key in keys}
+    return settings
+
+
+def _compared(key: str, value: Any) -> Any:
+    return SAME[key].get(value, value) if key in SAME else value
 
 
 def _text(value: Any) -> str:

@@ -191,9 +191,9 @@ def test_a_resumed_run_says_which_settings_of_the_training_are_others(whole, tmp
     )
     (told,) = (line for line in caplog.messages if line.startswith("the training goes on with other settings than"))
     assert told.partition(": ")[2].split("; ") == [
-        "micro_batch 32 -> 16", "task.label_smoothing null -> 0.1", "dataset.split_seed null -> 1",
-        "optim.schedule cosine -> constant", "trainer.precision null -> bf16-mixed",
-        "trainer.gradient_clip_val 1.0 -> 0.5",
+        "task.label_smoothing null -> 0.1", "dataset.split_seed null -> 1",
+        "trainer.precision 32-true -> bf16-mixed", "trainer.gradient_clip_val 1.0 -> 0.5",
+        "optim.schedule cosine -> constant", "accumulation 1 -> 2",
     ]  # fmt: skip
     assert "go on: weight_decay=0.01, not 0.2" in caplog.text
 
