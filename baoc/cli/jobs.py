@@ -26,6 +26,7 @@ from baoc.config.nodes import as_typed
 from baoc.config.schema import RiskConfig, RunConfig, changed_keys
 from baoc.core import own_code
 from baoc.core.commands import INTERRUPTED
+from baoc.core.recipes import choosing_nothing
 from baoc.errors import BadInputError, OutputError
 from baoc.tracking.files import read_record, write_json
 
@@ -178,12 +179,15 @@ def _race_and_run(config: RunConfig, *, run_dir: Path, overrides: Sequence[str])
     if config.mode == "race":
         import_module(RACES).race_command(config, overrides=overrides, folder=run_dir, command=command)
         return
-    if config.recipe is not None:
-        given = f"as recipe={config.recipe.name} says what every block runs"
-        if idle := changed_keys(config.catalogue, path="catalogue"):
-            say(f"{idle}: without effect, {given}")
-        if config.risk.name != RiskConfig().name:
-            say(f"risk={config.risk.name}: prices the plan and chooses no spec, {given}")
+    recipe, allocator = config.recipe, config.allocator.name
+    if recipe is not None or allocator.startswith("uniform_"):
+        for sentence in choosing_nothing(
+            f"allocator={allocator}" if recipe is None else f"recipe={recipe.name}",
+            idle="" if recipe is None else changed_keys(config.catalogue, path="catalogue"),
+            risk=config.risk.name if config.risk.name != RiskConfig().name else "",
+            objective=config.objective if config.objective != RunConfig().objective else "",
+        ):
+            say(sentence)
     settled = resolve_raced_recipe(config)
     if config.mode == "train" and config.race.first != "off":
         settled = _raced(settled, run_dir=run_dir, overrides=overrides, command=command)

@@ -338,6 +338,19 @@ def _pair(value: object, *, key: str) -> tuple[float, float]:
     return cast("tuple[float, float]", tuple(cast("list[float]", value)))
 
 
+def choosing_nothing(given: str, *, idle: str = "", risk: str = "", objective: str = "") -> list[str]:
+    """A sentence for each setting that chooses no spec beside `given`, a recipe or an allocator of one spec.
+
+    `idle`: settings without any effect. `risk` and `objective`: empty at their defaults.
+    """
+    told = {
+        idle: "without effect",
+        f"risk={risk}": "prices the plan and chooses no spec" if risk else "",
+        f"objective={objective}": "chooses how a batch is run and no spec" if objective else "",
+    }
+    return [f"{key}: {what}, as {given} says what every block runs" for key, what in told.items() if key and what]
+
+
 def find_recipe(recipe: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
     """A recipe by name, from a file, from plain values, or as it is. Raises BadInputError."""
     if isinstance(recipe, Recipe):

@@ -155,7 +155,8 @@ def advise(
     exists = not colon or index in map(str, range(torch.cuda.device_count() if kind == "cuda" else 1))
     require(kind in ("cpu", "cuda") and exists, "device", asked, "cpu or cuda, or cuda:INDEX of a GPU that is there")
     where = torch.device(kind + colon + index)
-    settings = with_recipe(SessionSettings() if settings is None else settings, recipe=recipe)
+    given = SessionSettings() if settings is None else settings
+    settings = with_recipe(given, recipe=recipe, objective="" if objective == RunConfig().objective else objective)
     settings = without_scratch_measurements(settings, network=model, pretrained=pretrained)
     checkpoint_layers = recomputable_layers(model) if layers is None else _checked_layers(layers, model=model)
     names = [name for name, part in model.named_modules() if any(part is layer for layer in checkpoint_layers)]

@@ -26,7 +26,7 @@ from baoc.config.validate import check_ranges, require
 from baoc.core.blocks import partition
 from baoc.core.catalogue import device_spec_name
 from baoc.core.measured import AUTO
-from baoc.core.recipes import Recipe, find_recipe, tuning_of
+from baoc.core.recipes import Recipe, choosing_nothing, find_recipe, tuning_of
 from baoc.core.rule_tags import RULE_INFOS
 from baoc.errors import BadInputError, InfeasibleBudgetError
 from baoc.kernels.host_memory import check_host_memory
@@ -715,18 +715,27 @@ class Session:
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def with_recipe(settings: SessionSettings, *, recipe: RecipeLike | None, **overrides: Any) -> SessionSettings:
-    """The settings with the `overrides` that are not None, and the recipe in place of the allocator. Raises
-    BadInputError if `settings` is of another class."""
+def with_recipe(
+    settings: SessionSettings, *, recipe: RecipeLike | None, objective: str = "", **overrides: Any
+) -> SessionSettings:
+    """The settings with the `overrides` that are not None, and the recipe in place of the allocator. Warns of settings,
+    and an `objective` other than the default, that choose nothing beside it. Raises BadInputError if `settings` is of
+    another class."""
     if not isinstance(settings, SessionSettings):
         raise BadInputError(f"settings is a {type(settings).__name__}: give SessionSettings of baoc.training.session")
     settings = replace(settings, **{key: value for key, value in overrides.items() if value is not None})
-    if recipe is None:
+    planner, defaults = settings.planner, PlannerSettings()
+    resolved = None if recipe is None else find_recipe(recipe)
+    if resolved is not None or (planner.allocator.startswith("uniform_") and not planner.from_conf):  # run.py has told
+        for sentence in choosing_nothing(
+            f"allocator={planner.allocator}" if resolved is None else f"recipe={resolved.name}",
+            idle="" if resolved is None or planner.specs == defaults.specs else "specs",
+            risk="" if planner.risk in (MEASURED, defaults.risk) else planner.risk,
+            objective=objective,
+        ):
+            log.warning("%s", sentence)
+    if resolved is None:
         return settings
-    resolved, risk = find_recipe(recipe), settings.planner.risk
-    if risk not in (MEASURED, PlannerSettings().risk):  # the defaults
-        given = f"as recipe={resolved.name} says what every block runs"
-        log.warning("risk=%s: prices the plan and chooses no spec, %s", risk, given)
     matching = settings.rms_matching if resolved.matching else False
     return replace(settings, planner=replace(settings.planner, recipe=resolved), rms_matching=matching)
 

@@ -145,6 +145,16 @@ def test_what_is_refused_as_a_whole_leaves_no_folder(training, frontiers, tmp_pa
             ["recipe=muon8_lean", "risk=statistics"],
             "risk=statistics: prices the plan and chooses no spec, as recipe=muon8_lean says what every block runs",
         ),
+        (
+            ["recipe=muon8_lean", "objective=throughput"],
+            "objective=throughput: chooses how a batch is run and no spec, as recipe=muon8_lean says",
+        ),
+        (
+            ["allocator=uniform_adamw", "objective=balanced", "risk=prior"],
+            "objective=balanced: chooses how a batch is run and no spec, as allocator=uniform_adamw says",
+        ),
+        (["allocator=uniform_adamw", "risk=prior"], "risk=prior: prices the plan and chooses no spec, as allocator="),
+        (["objective=balanced"], None),
     ],
 )
 def test_specs_and_risk_beside_a_recipe_are_told_to_choose_nothing(
