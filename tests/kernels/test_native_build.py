@@ -1,8 +1,12 @@
 """Compiling the native step: what happens without a compiler, with a broken one, and with several processes at once."""
 
+import fcntl
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -181,7 +185,10 @@ class TestWhoseLibraryItIs:
         return tmp_path / "cache"
 
     def kept(self) -> Path:
-        return build.cached_library(self.NAME, ["source"], lambda path: path.write_bytes(b"built") and None)
+        def make(path: Path) -> None:
+            path.write_bytes(b"built")
+
+        return build.cached_library(self.NAME, ["source"], make)
 
     def plant(self, folder: Path) -> Path:
         """A library where the real one would be, with a hash that agrees."""
@@ -198,6 +205,28 @@ class TestWhoseLibraryItIs:
         times = first.stat().st_mtime_ns
         assert self.kept() == first and first.parent == cache and first.stat().st_mtime_ns == times
         assert oct(cache.stat().st_mode & 0o777) == "0o700"
+
+    def test_what_starts_at_once_is_built_once(self, cache: Path) -> None:
+        """Also by two containers that share a cache, whose processes have one number."""
+        made: list[Path] = []
+
+        def make(path: Path) -> None:
+            made.append(path)
+            sleep(0.1)
+            path.write_bytes(b"built")
+
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda _: build.cached_library(self.NAME, ["source"], make), range(4)))
+        assert found == made * 4 and made[0].parent == cache
+        assert sorted(path.suffix for path in cache.iterdir()) == [".sha256", ".so"]
+
+    def test_it_is_built_without_a_lock_that_another_keeps(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(build, "monotonic", count(step=1000).__next__)
+        cache.mkdir(mode=0o700)
+        held = os.open(cache, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert self.kept().read_bytes() == b"built"
+        os.close(held)
 
     @pytest.mark.parametrize("mode", [0o777, 0o757, 0o1777, 0o772])
     def test_a_folder_that_others_may_write_is_left(

@@ -1,7 +1,7 @@
 """Compiles `step.cpp` with the system's C++ compiler on first use and keeps the library in a cache folder.
 
 The file name contains a hash of the sources, the flags, and the macros that the compiler predefines for this CPU. Files
-are written under a temporary name and renamed, so that several processes may compile at the same time. A library is
+are written under a temporary name and renamed, and one process compiles while the others wait for it. A library is
 loaded only from a folder that no other user can write to, and only if it matches the hash stored next to it.
 """
 
@@ -15,9 +15,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from time import monotonic, sleep
 
 from baoc.cache import CACHE_VARIABLE, cache_folder, user, warn_unwritable, why_not_private, why_others_can_write
 
@@ -139,17 +141,51 @@ def _remove(folder: Path, *, process: int) -> None:
 
 def _verified(path: Path, make: Callable[[Path], None]) -> Path:
     """Returns `path`, after building the library anew unless the user owns it and it matches its stored hash."""
-    stored_hash = path.with_suffix(".sha256")
-    try:
-        if why_not_private(path.lstat(), is_folder=False) is None and stored_hash.read_text() == hash_of(path):
-            return path
-    except (OSError, ValueError):
-        pass
-    make(path)
-    temporary = stored_hash.with_name(f"{stored_hash.name}.{os.getpid()}")
-    temporary.write_text(hash_of(path))
-    os.replace(temporary, stored_hash)
+    if _is_intact(path):
+        return path
+    with _one_at_a_time(path.parent):
+        if not _is_intact(path):
+            make(path)
+            # Not named by the process: those of two containers that share a cache may have one number.
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+            os.close(handle)
+            Path(temporary).write_text(hash_of(path))
+            os.replace(temporary, path.with_suffix(".sha256"))
     return path
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        is_private = why_not_private(path.lstat(), is_folder=False) is None
+        return is_private and path.with_suffix(".sha256").read_text() == hash_of(path)
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Holds the lock of `folder`, else ranks that start together would all compile. Goes on without it where a file
+    system has none, and after as long as a compiler may take."""
+    handle, deadline = -1, monotonic() + _TIMEOUT_S
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    try:
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY)
+            while monotonic() < deadline:
+                with suppress(BlockingIOError):
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                sleep(0.05)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the handle too
+        with suppress(OSError):
+            os.close(handle)
 
 
 def hash_of(path: Path) -> str:
