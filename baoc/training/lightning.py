@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from baoc.core.budgets import AUTO, PRESETS, parse_budget, resolve_auto
-from baoc.errors import BadInputError, CheckpointError
+from baoc.errors import BadInputError, CheckpointError, TrainingFailedError
 from baoc.optim import BlockwiseOptimizer
 from baoc.optim.backward import detach_other_releases
 from baoc.optim.shards import is_sharded, warm_up_communicator
@@ -628,6 +628,23 @@ class BaocStrategy(BudgetedStrategy, SingleDeviceStrategy):
             )
 
 
+def refuse_uneven_end(trainer: L.Trainer, *, batch_idx: int, among: Ranks) -> None:
+    """Raises TrainingFailedError on all ranks if this batch is the last on some of them alone, for which the others
+    would wait in their next step. Asks only where data have no length, as `on_train_start` compares lengths."""
+    fetcher, count = trainer.fit_loop._data_fetcher, batch_idx + 1
+    is_step = count % trainer.accumulate_grad_batches == 0
+    all_end = count >= trainer.num_training_batches or 0 <= trainer.max_steps <= trainer.global_step + is_step
+    if fetcher is None or fetcher.length is not None or all_end:
+        return
+    ended = [rank for rank, done in enumerate(among.all_gather_number(float(fetcher.done))) if done]
+    if 0 < len(ended) < among.size:
+        raise TrainingFailedError(
+            f"the training data of rank {', '.join(map(str, ended))} ended with batch {count} of the epoch, and other "
+            f"ranks have more, which would wait for it: give all ranks as many batches, or set limit_train_batches to "
+            f"at most {count}"
+        )
+
+
 class RanksStrategy(BudgetedStrategy):
     def __init__(self, budget: str | int | float | Mapping[str, Any] | Budget = "auto", **settings: Any):
         super().__init__(budget, **settings)
@@ -660,6 +677,10 @@ class RanksStrategy(BudgetedStrategy):
             given["the number of validation batches"] = trainer.num_val_batches
         check_same_on_ranks(given, among=self.ranks)
         super().on_train_start()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        refuse_uneven_end(self._module.trainer, batch_idx=batch_idx, among=self.ranks)
 
     def _refuse_unsupported(self, trainer: L.Trainer) -> None:
         if not trainer.lightning_module.automatic_optimization:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_processes_that_start_at_once_share_one_cache(tmp_path: Path):
     quick.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
     quick.chmod(0o755)
     (script := tmp_path / "step.py").write_text(STEP)
-    variables = {"CXX": str(quick), cache.CACHE_VARIABLE: str(tmp_path / "cache")}
+    variables: dict[str, Any] = {"CXX": str(quick), cache.CACHE_VARIABLE: str(tmp_path / "cache")}
     started = [start_script(script, folder=tmp_path / name, **variables) for name in ("one", "other")]
     assert [process.done() for process in started] == [(0, "['native'] 0.5000\n")] * 2
     noted, kept = sorted((tmp_path / "cache").iterdir())
