@@ -58,6 +58,10 @@ def why_unsteppable(block: Block, *, spec: OptimizerSpec, rule: RuleInfo) -> str
         for param in block.params:
             if param.matrix_shape is None:
                 return f"{rule.name} needs matrices, {param.name} has shape {param.shape}"
+            if rule.scaling is Scaling.SPECTRAL and param.is_stack:
+                return (
+                    f"{rule.name} steps one matrix, {param.name} of shape {param.shape} is a stack, such as of experts"
+                )
     return None
 
 

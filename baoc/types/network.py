@@ -59,6 +59,13 @@ class ParamInfo:
             shape = (self.numel // shape[1], shape[1])
         return (shape[1], shape[0]) if shape is not None and self.transposed else shape
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is several matrices in one tensor, such as (num_experts, in, out). A kernel of a convolution is
+        one matrix, (out, in x length)."""
+        shape = self.shape if self.whole is None else self.whole
+        return len(shape) == 3 and 1 not in shape and self.role is not Role.CONV
+
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
     """(rows, columns) of a tensor as a matrix: dimensions of size 1 are dropped, all but the first are merged. None for

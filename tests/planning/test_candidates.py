@@ -30,6 +30,25 @@ def test_rules_by_row_and_column_need_matrices():
         assert why_not(spec, "norm") is None
 
 
+@pytest.mark.parametrize(
+    ("shape", "role", "is_stack"),
+    [
+        ((8, 64, 256), Role.MLP, True),
+        ((8, 64, 256), Role.OTHER, True),
+        ((64, 64, 3), Role.CONV, False),
+        ((64, 1, 3), Role.OTHER, False),
+        ((64, 3, 4, 4), Role.OTHER, False),
+        ((64, 256), Role.MLP, False),
+    ],
+)
+def test_muon_does_not_step_a_stack_of_matrices_as_one(shape: tuple[int, ...], role: Role, is_stack: bool):
+    """It would make 8 experts orthogonal to each other, each taken for a row."""
+    block = Block(name="w", params=(ParamInfo(name="w", shape=shape, dtype="float32", role=role),), role=role)
+    told = f"muon steps one matrix, w of shape {shape} is a stack, such as of experts"
+    assert [why_not(spec, block) for spec in ("muon", "muon_int8")] == ([told] * 2 if is_stack else [None] * 2)
+    assert [why_not(spec, block) for spec in ("adamw_int8", "adafactor", "foam_l1", "lion")] == [None] * 4
+
+
 def test_a_matrix_that_is_stored_the_other_way_is_not_cut_along_the_rows_of_a_rule():
     cut = ParamInfo(name="w", shape=(8, 4), dtype="float32", role=Role.MLP, transposed=True, whole=(8, 4))
     block = Block(name="w", params=(cut,), role=Role.MLP)
