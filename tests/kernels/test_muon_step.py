@@ -21,7 +21,7 @@ from tests.support.fused_pair import Pair, poison
 from tests.support.interpreting import interpreted
 from tests.support.tolerances import MUON_BF16, MUON_FP16
 
-SHAPES = {"a": (9, 37), "a2": (9, 37), "tall": (44, 12), "d": (6, 5, 7), "bias": (40,)}
+SHAPES = {"a": (9, 37), "a2": (9, 37), "tall": (44, 12), "d": (6, 5, 7, 1), "bias": (40,)}
 LR = 1e-2
 
 
