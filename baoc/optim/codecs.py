@@ -8,7 +8,7 @@ over steps is the exact value. There is no random state: the same phase gives th
 Below: the base class, fp32 and bf16, the 8-bit codecs, the 4-bit codecs, the table of all, and `StoredState`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import log
@@ -139,6 +139,13 @@ class Bf16(Codec):
 
 # -- groups of consecutive elements that share a scale ------------------------------------------------------------
 
+ELEMENTS_AT_ONCE = 2**20  # encoded or decoded: several fp32 numbers of each are held meanwhile. A multiple of any group
+
+
+def chunks(numel: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) of the parts in which so many elements are encoded and decoded."""
+    return ((begin, min(begin + ELEMENTS_AT_ONCE, numel)) for begin in range(0, numel, ELEMENTS_AT_ONCE))
+
 
 class Grouped(Codec):
     """Base of the codecs with scales: groups, padding, and two 4-bit codes to a byte. A subclass has the codes."""
@@ -153,21 +160,36 @@ class Grouped(Codec):
     def encode_(
         self, parts: dict[str, Tensor], values: Tensor, *, phase: int | None = None, new: Tensor | None = None
     ) -> None:
-        payload, group = parts[""].view(-1), self.info.group
-        groups = grouped(values.nan_to_num().reshape(-1), group)
-        threshold = thresholds(phase, new=new, group=group, device=groups.device) if phase is not None else None
-        codes = self.quantise(groups, parts[".scale"], threshold).view(-1)
-        if self.info.bits == 4:
-            pairs = codes.to(torch.uint8).view(-1, 2)
-            codes = pairs[:, 0] | (pairs[:, 1] << 4)
-        payload.copy_(codes[: payload.numel()])
+        payload, scale, group = parts[""].view(-1), parts[".scale"], self.info.group
+        flat, marks = values.reshape(-1), None if new is None else new.reshape(-1)
+        for begin, end in chunks(flat.numel()):
+            groups = grouped(flat[begin:end].nan_to_num(), group)
+            some = None if marks is None else marks[begin:end]
+            threshold = thresholds(phase, new=some, group=group, device=groups.device) if phase is not None else None
+            codes = self.quantise(groups, scale[begin // group : -(-end // group)], threshold).view(-1)
+            if self.info.bits == 4:
+                pairs = codes.to(torch.uint8).view(-1, 2)
+                codes = pairs[:, 0] | (pairs[:, 1] << 4)
+            target = payload[begin * self.info.bits // 8 : -(-end * self.info.bits // 8)]
+            target.copy_(codes[: target.numel()])
 
     def decode(self, parts: dict[str, Tensor], shape: Sequence[int]) -> Tensor:
-        payload, numel = parts[""].view(-1), torch.Size(shape).numel()
-        if self.info.bits == 4:
-            payload = torch.stack((payload & 15, payload >> 4), dim=1).view(-1)
-        codes = grouped(payload, self.info.group).to(torch.float32)
-        return self.restore(codes, parts[".scale"]).view(-1)[:numel].view(tuple(shape))
+        payload, scale, group = parts[""].view(-1), parts[".scale"], self.info.group
+
+        def decoded(begin: int, end: int) -> Tensor:
+            codes = payload[begin * self.info.bits // 8 : -(-end * self.info.bits // 8)]
+            if self.info.bits == 4:
+                codes = torch.stack((codes & 15, codes >> 4), dim=1).view(-1)
+            groups = grouped(codes, group).to(torch.float32)
+            return self.restore(groups, scale[begin // group : -(-end // group)]).view(-1)[: end - begin]
+
+        numel = torch.Size(shape).numel()
+        if numel <= ELEMENTS_AT_ONCE:
+            return decoded(0, numel).view(tuple(shape))
+        out = torch.empty(tuple(shape), dtype=torch.float32, device=payload.device)
+        for begin, end in chunks(numel):
+            out.view(-1)[begin:end] = decoded(begin, end)
+        return out
 
     def quantise(self, x: Tensor, scale: Tensor, threshold: Tensor | None) -> Tensor:
         """x, fp32 [groups, elements], as codes in fp32. Writes the groups' scales to `scale`.

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from baoc.core.catalogue import CODECS, STORAGES
+from baoc.optim import codecs
 from baoc.optim.codecs import CODEC_IMPLS, Codec, StoredState, lanes
 from baoc.types import StateDecl, StateKind, StateLayout
 
@@ -58,6 +59,26 @@ class TestCodec:
             if values.numel():
                 cosine = torch.nn.functional.cosine_similarity(decoded.flatten(), values.flatten(), dim=0)
                 assert cosine > LEAST_COSINE[CODECS[name].bits], phase
+
+    @pytest.mark.parametrize("numel", [127, 128, 385])
+    @pytest.mark.parametrize("phase", [None, 5])
+    def test_in_parts_it_has_the_same_bits(
+        self, name: str, phase: int | None, numel: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before, after = sample(name, (numel,)), sample(name, (numel,), seed=1)
+        new = torch.arange(numel) % 3 > 0
+
+        def stepped() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+            codec = CODEC_IMPLS[name]
+            parts = codec.allocate((numel,), "cpu")
+            codec.encode_(parts, before, phase=phase)
+            codec.encode_(parts, after, phase=phase, new=new)
+            return parts, codec.decode(parts, (numel,))
+
+        whole, decoded = stepped()
+        monkeypatch.setattr(codecs, "ELEMENTS_AT_ONCE", 128)
+        in_parts, again = stepped()
+        assert all(torch.equal(whole[part], in_parts[part]) for part in whole) and torch.equal(decoded, again)
 
     def test_starts_at_zero(self, name: str) -> None:
         codec = CODEC_IMPLS[name]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from baoc.core.catalogue import NATIVE
-from baoc.optim import BlockwiseOptimizer, inherit, migrate
+from baoc.optim import BlockwiseOptimizer, codecs, inherit, migrate, seeding
 from baoc.optim.migrate import (
     SEED_AGE,
     ConversionReport,
@@ -26,6 +26,7 @@ from baoc.optim.migrate import (
 from baoc.optim.rules import RULES
 from baoc.optim.state import LiveBlock, allocate, make_slot, slot_with_spec
 from baoc.planning.cost import state_bytes
+from baoc.profiling.tracker import PeakMeter
 from baoc.types import BlockMove, Moments, StateDecl, StateKind, StateLayout
 from tests.support.matched import last_rms_of
 from tests.support.optimizing import (
@@ -141,6 +142,24 @@ class TestNoMomentsNoV:
             assert source == "sign" or target == "rmsprop" or move.kept["m"] in ("kept", "converted")
             for _ in range(12):
                 assert 0.35 * run.last_rms < run.step() < 1.6 * run.last_rms
+
+    @pytest.mark.parametrize("at_once", [128, 2**20])
+    @pytest.mark.parametrize("target", ["adamw", "adamw_int8", "adamw_int4", "rmsprop_int4", "foam_l2_int8"])
+    def test_it_takes_the_room_that_is_predicted(
+        self, target: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(codecs, "ELEMENTS_AT_ONCE", at_once)
+        run = Run("lion", shapes={"linear": (512, 128)})
+        run.move(target, moments=False)
+        optimizer, params = run.optimizer, list(run.params.values())
+        params[0].grad = torch.randn(512, 128)
+        with PeakMeter(torch.device("cpu"), params, optimizer.state) as meter:
+            held = meter.current_bytes
+            seeding.seed(
+                optimizer.registry.live.values(), registry=optimizer.registry, param_groups=[*optimizer.param_groups]
+            )
+        predicted = seeding.temporary_bytes(params)
+        assert (0.7 if target == "adamw_int4" else 0.2) * predicted < meter.peak_bytes - held <= predicted
 
     def test_gradients_of_zero_start_nothing(self) -> None:
         run = Run("sign")
