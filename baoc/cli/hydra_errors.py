@@ -80,6 +80,13 @@ def _missing_option(error: MissingConfigException) -> BadInputError:
         return BadInputError(f"no configuration {error.missing_cfg_file!r}: {str(error).splitlines()[0]}")
     if group in ("allocator", "risk", "reallocation") and (removal := removal_message(option)):
         return BadInputError(removal)
+    plugin = option.partition("_")[0] if group == "hydra/launcher" else ""
+    if plugin in ("joblib", "submitit", "ray") and not any(name.startswith(plugin) for name in error.options):
+        extra = "ray" if plugin == "ray" else "launchers"
+        return BadInputError(
+            f"hydra/launcher={option} needs hydra-{plugin}-launcher, which is not installed: "
+            f"pip install 'baoc[{extra}]'"
+        )
     singular = group.removesuffix("s") if group in COLLECTIONS else group
     options = [name for name in error.options if as_typed([f"{group}={name}"]) == [f"{group}={name}"]]  # no paths
     similar = did_you_mean(option, options)

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra.errors import MissingConfigException
 from omegaconf.errors import ConfigAttributeError, InterpolationKeyError
 
 from baoc.cli.failures import failure_of, report
+from baoc.cli.hydra_errors import translate_error
 from baoc.core import own_code
 from baoc.errors import BadInputError
 
@@ -111,3 +113,17 @@ def test_a_bug_shows_its_traceback_and_others_do_not(capsys):
     assert capsys.readouterr().err == "baoc: error: budget=x\n"
     report(failure_of(SystemExit(0)))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "extra"), [("joblib", "launchers"), ("submitit_slurm", "launchers"), ("ray", "ray")]
+)
+def test_a_launcher_that_is_not_installed_is_told_with_its_extra(option: str, extra: str):
+    told = translate_error(MissingConfigException("", f"hydra/launcher/{option}", ["basic"]))
+    plugin = f"hydra-{option.partition('_')[0]}-launcher"
+    assert f"hydra/launcher={option} needs {plugin}, which is not installed: pip install 'baoc[{extra}]'" == str(told)
+
+
+def test_a_misspelled_launcher_is_no_missing_package():
+    told = translate_error(MissingConfigException("", "hydra/launcher/submitit_loca", ["submitit_local"]))
+    assert "there is no such hydra/launcher" in str(told)
