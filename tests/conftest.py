@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import multiprocessing
 import os
 import re
@@ -179,6 +180,19 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if not INTERPRETING:
         pytest.skip("kernels run on this machine's GPU; TRITON_INTERPRET=1 interprets them instead (until 2027-06-30)")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """Hydra configures the root logger for a job; its handlers go with the test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers[:]:
+        if handler not in handlers:
+            root.removeHandler(handler)
+            handler.close()
+    root.handlers[:], root.level = handlers, level
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,8 @@ from baoc.tasks import build_task
 from baoc.types import ImageDataSpec, OwnDataSpec
 from tests.support.paths import ROOT, read_config
 
+pytestmark = pytest.mark.usefixtures("own_logging")  # runs leave their handlers open
+
 FILE = ROOT / "tests" / "support" / "own_net.py"
 SPEC = ImageDataSpec(dataset="x", image_size=8, channels=1, num_classes=3, num_train=9, num_val=9)
 SHORT = ["trainer.max_steps=3", "budget=state_25", "trainer.enable_progress_bar=false", "batch_size=8", "device=cpu"]

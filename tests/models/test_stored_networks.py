@@ -18,6 +18,8 @@ from baoc.tasks import build_task
 from baoc.types import IGNORE_INDEX, ImageDataSpec, TextDataSpec
 from tests.support.stored import TEMPLATE, save_bert, save_llama, save_tokenizer, save_vit
 
+pytestmark = pytest.mark.usefixtures("own_logging")  # runs leave their handlers open
+
 TEXT = TextDataSpec(dataset="x", vocab_size=261, sequence_length=16, num_train=9, num_val=9, mask_token=1)
 SHORT = ["trainer.max_steps=2", "budget=state_25", "trainer.enable_progress_bar=false", "batch_size=4", "device=cpu"]
 SHORT += ["trainer.limit_val_batches=1"]

@@ -118,7 +118,7 @@ def test_a_race_whose_folder_was_moved_goes_on_there(third: str, tmp_path: Path,
     """Moved on, or back, and each time killed with a run under way that has a recipe file of the race."""
     folder = tmp_path / "old" / "race"
     write_target(folder, names=("muon8_lean", "plan"))
-    for hanging, begun, place in ((101, 4, "between"), (201, 6, third)):
+    for hanging, begun, place in ((101, 4, "between"), (201, 8, third)):  # the last two of a stage hang
         script = tmp_path / f"{hanging}.py"
         script.write_text(SCRIPT.replace('"0.05")', f'"6000 if seed == {hanging} else 0")'))
         process = start_script(script, str(folder), *ONE_STAGE, folder=tmp_path / "log").process
